@@ -1,0 +1,72 @@
+"""Carry a Plan out on a model: layers change their class in place, parameters keep their identity."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ampplug import formats
+from ampplug.nn.linear import Linear, LinearState, conv1d_class
+from ampplug.planning import Plan, is_conv1d
+from ampplug.scaling import ScaleBook
+from ampplug.storage import WeightBank
+
+
+def split_parameters(model: nn.Module, extra: list[Tensor], plan: Plan) -> dict[int, Tensor]:
+    """Give every parameter the dtype of the plan, in place. Returns id -> int16 remainder of those that were fp32 and are split now."""
+    remainders: dict[int, Tensor] = {}
+    everything = [*model.parameters(), *extra]
+    for p, entry in zip(everything, plan.parameters, strict=True):
+        if entry.after != entry.before:
+            grad = p.grad
+            high, low = formats.split_master(p.detach().contiguous())
+            p.grad = None
+            p.data = high
+            if hasattr(p, "grad_dtype"):  # the user may still assign an fp32 gradient
+                p.grad_dtype = None
+            if grad is not None:
+                p.grad = grad.to(entry.after)
+            remainders[id(p)] = low
+        elif entry.stepped and not p.is_contiguous():
+            p.data = p.data.contiguous()
+    return remainders
+
+
+def convert_layers(model: nn.Module, plan: Plan, device: torch.device) -> tuple[WeightBank, ScaleBook | None]:
+    """Turn the plan's layers into FP8 layers. W8 is made by the caller, once masters are in place."""
+    config = plan.config
+    modules = dict(model.named_modules())
+    chosen = [(name, modules[name]) for name in plan.converted]
+    weights: dict[int, tuple[str, Tensor]] = {}
+    for name, module in chosen:
+        weight = module._parameters.get("weight")
+        # weight_norm and the like compute the weight anew at each call: it is cast inside the call, and the bank's entry stays unused
+        key = module.weight if weight is None else weight
+        weights.setdefault(id(key), (f"{name}.weight" if name else "weight", key))
+    for _, p in weights.values():
+        if not p.is_contiguous():
+            p.data = p.data.contiguous()
+    bank = WeightBank(list(weights.values()), device, config.power_of_two)
+    index = {id(p): i for i, (_, p) in enumerate(weights.values())}
+    book = None
+    if config.recipe == "delayed":
+        names = [f"{name}.{slot}" if name else slot for name, _ in chosen for slot in ("x", "dy")]
+        book = ScaleBook(
+            names,
+            [formats.E4M3_MAX, formats.E5M2_MAX] * len(chosen),
+            device,
+            history=config.history,
+            margin=config.margin,
+            power_of_two=config.power_of_two,
+        )
+    for i, (_, module) in enumerate(chosen):
+        transposed = is_conv1d(module)
+        weight = module._parameters.get("weight")
+        entry = bank.weights[index[id(module.weight if weight is None else weight)]]
+        module.__class__ = conv1d_class(type(module)) if transposed else Linear
+        module._ampplug = LinearState(book, 2 * i, 2 * i + 1, bank, entry, transposed)
+    for module in model.modules():
+        # torch's fused inference path would use the FP8 layers' parameters behind their back; this is its documented off switch
+        if isinstance(module, nn.TransformerEncoderLayer) and any(isinstance(m, Linear) for m in module.children()):
+            module.activation_relu_or_gelu = 0
+    return bank, book

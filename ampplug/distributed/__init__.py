@@ -1,0 +1,1 @@
+"""Data parallelism: what ranks must agree on."""

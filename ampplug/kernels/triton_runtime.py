@@ -1,0 +1,84 @@
+"""Triton if it is there, how kernels are launched, and how many were.
+
+Only kernels need Triton. Where it is missing or broken, this module still imports, the torch references still run, and only
+launching a kernel raises, with the reason. Triton launches do not pass through torch's dispatch modes, so the project's
+launch counts are kept here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+
+    _problem: BaseException | None = None
+except Exception as error:  # a broken build raises OSError or AttributeError as readily as ImportError
+    triton = None  # type: ignore[assignment]
+    tl = SimpleNamespace(constexpr=lambda value: value)  # type: ignore[assignment]
+    _problem = error
+
+launches: Counter[str] = Counter()
+
+# Triton's interpreter runs the kernels on a CPU; its FP8 cast drops the carry of a mantissa that rounds up and turns NaN
+# into a number, so kernels compute the FP8 code by integer arithmetic there (see `to_fp8`).
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+def jit(function):
+    """`triton.jit`, or the bare function where there is no Triton."""
+    return triton.jit(function) if triton is not None else function
+
+
+NEEDED_CAPABILITY = (8, 9)
+
+
+@cache
+def _native(index: int) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(index) >= NEEDED_CAPABILITY
+
+
+def on_gpu(device: torch.device) -> bool:
+    """True where the kernels run: CUDA devices with FP8 units. Anywhere else their torch references do."""
+    return device.type == "cuda" and _native(device.index if device.index is not None else torch.cuda.current_device())
+
+
+def check_fp8_support(device: torch.device | str | None = None) -> None:
+    """Raise RuntimeError, naming what is needed and what was found, unless `device` (default: the current one) computes FP8 natively."""
+    needed = f"FP8 needs an NVIDIA GPU of compute capability {NEEDED_CAPABILITY[0]}.{NEEDED_CAPABILITY[1]} or higher (Ada, Hopper)"
+    device = torch.device("cuda" if device is None else device)
+    if device.type != "cuda":
+        raise RuntimeError(f"{needed}; device is {str(device)!r}")
+    if not torch.cuda.is_available():
+        raise RuntimeError(f"{needed}; torch {torch.__version__} finds no CUDA device here")
+    major, minor = torch.cuda.get_device_capability(device)
+    if torch.version.hip is not None:
+        raise RuntimeError(f"{needed}; found an AMD GPU")
+    if (major, minor) < NEEDED_CAPABILITY:
+        raise RuntimeError(f"{needed}; {str(device)!r} has compute capability {major}.{minor}")
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of the device, for kernels that keep a persistent grid (4 in the interpreter)."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """Launch a kernel on the device of its first tensor argument, whatever the current device is, and count it."""
+    if _problem is not None:
+        raise RuntimeError(f"ampplug's kernels need Triton, which does not import here: {_problem!r}") from _problem
+    launches[kernel.fn.__name__] += 1
+    device = args[0].device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            kernel[grid](*args, **constants)
+    else:
+        kernel[grid](*args, **constants)

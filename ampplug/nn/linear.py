@@ -1,0 +1,256 @@
+"""FP8 Linear layers on native kernels: `y = x W^T + b` with x and W in E4M3 and the output gradient in E5M2.
+
+Launches of a step with delayed scaling: forward cast and GEMM, backward cast and two GEMMs (and a sum for the bias). The weight is not cast
+here: W8 and its transpose come from the optimizer's step. Saved for backward is the transposed FP8 input, one byte an element.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ampplug import formats
+from ampplug.kernels.cast import cast, partial_amax
+from ampplug.nn.gemm import scaled_mm
+from ampplug.scaling import ScaleBook
+from ampplug.storage import Weight, WeightBank
+
+
+class Operand(NamedTuple):
+    """A weight in FP8, both ways: `forward` [N16, K16], `backward` [K16, N16], and the inverse of its scale, fp32 [1]."""
+
+    forward: Tensor
+    backward: Tensor
+    scale_inv: Tensor
+
+
+@dataclass(eq=False)
+class LinearState:
+    """What a converted layer holds beyond its parameters. Not a module, parameter or buffer: nothing of it is in `state_dict`."""
+
+    book: ScaleBook | None  # None for the current-scaling recipe
+    x_slot: int
+    dy_slot: int
+    bank: WeightBank
+    weight: Weight
+    transposed: bool  # the parameter is [K, N] (Hugging Face's Conv1D)
+
+    def __deepcopy__(self, memo: dict) -> LinearState:
+        """A copy computes the same and is independent of the original: its own bank with this weight alone, its own scales."""
+        w = self.weight
+        param = memo.get(id(w.param), w.param)  # the layer's parameters are copied before this
+        bank = memo.get((id(self.bank), w.index))
+        if bank is None:
+            bank = WeightBank([(w.name, param)], self.bank.device, self.bank.power_of_two)
+            mine = bank.weights[0]
+            for name in ("w8", "w8t"):
+                getattr(mine, name).view(torch.uint8).copy_(getattr(w, name).view(torch.uint8))
+            for name in ("amax", "scale", "scale_inv"):
+                getattr(mine, name).copy_(getattr(w, name))
+            if w.fresh:
+                mine.mark_fresh()
+            memo[(id(self.bank), w.index)] = bank
+        return LinearState(copy.deepcopy(self.book, memo), self.x_slot, self.dy_slot, bank, bank.weights[0], self.transposed)
+
+    def __reduce__(self) -> tuple:
+        """Pickled as a copy of its own, not with the arenas of the whole model; `__setstate__` of the layer rebinds the weight."""
+        w = self.weight
+        tensors = {name: getattr(w, name).clone() for name in ("w8", "w8t", "amax", "scale", "scale_inv")}
+        return _rebuild, (self.book, self.x_slot, self.dy_slot, w.name, tuple(w.param.shape), tensors, self.bank.power_of_two, self.transposed)
+
+    def rebind(self, param: Tensor) -> None:
+        """Attach an unpickled state to its layer's weight."""
+        self.weight.master.param = param
+        self.weight.mark_fresh()
+
+    def operand(self, weight: Tensor, training: bool) -> Operand:
+        """W8 of `weight`, made now if the bank's is not of this very tensor as it is.
+
+        In evaluation the bank's own copies are always renewed: writes through `p.data` leave no trace that could be seen, and a swapped-in
+        average must not be evaluated with the weights that it replaced.
+        """
+        w = self.weight
+        if weight is not w.param:  # a parametrization, functional_call, a gathered shard
+            return self._cast_now(weight)
+        if self.bank.device != weight.device:
+            self.bank.to(weight.device)
+            w.seen = (0, weight.dtype, -1)
+        if not weight.is_contiguous():
+            return self._cast_now(weight)
+        if not w.fresh:
+            self.bank.refresh([w], keep_scale=w.master.restored)
+        elif not training:
+            return self._cast_now(weight)
+        pair = (w.w8t, w.w8) if self.transposed else (w.w8, w.w8t)
+        return Operand(*pair, w.scale_inv)
+
+    def _cast_now(self, weight: Tensor) -> Operand:
+        matrix = weight.detach().t() if self.transposed else weight.detach()
+        rows, columns, scale_inv = cast(
+            matrix, formats.E4M3, partials=partial_amax(matrix), transpose=True, power_of_two=self.bank.power_of_two
+        )
+        assert rows is not None and columns is not None
+        n16 = columns.shape[1]
+        if rows.shape[0] != n16:  # the GEMM wants padded rows, too
+            rows = torch.nn.functional.pad(rows.view(torch.uint8), (0, 0, 0, n16 - rows.shape[0])).view(rows.dtype)
+        return Operand(rows, columns, scale_inv)
+
+
+def _rebuild(
+    book: ScaleBook | None,
+    x_slot: int,
+    dy_slot: int,
+    name: str,
+    shape: tuple[int, int],
+    tensors: dict[str, Tensor],
+    power_of_two: bool,
+    transposed: bool,
+) -> LinearState:
+    bank = WeightBank([(name, torch.empty(shape, device=tensors["w8"].device))], tensors["w8"].device, power_of_two)
+    w = bank.weights[0]
+    for key, value in tensors.items():
+        target = getattr(w, key)
+        target.view(torch.uint8).copy_(value.view(torch.uint8))
+    return LinearState(book, x_slot, dy_slot, bank, w, transposed)
+
+
+class _Call(NamedTuple):
+    """One forward call's constants."""
+
+    state: LinearState
+    operand: Operand
+    out_dtype: torch.dtype
+    training: bool
+    record: bool
+    n: int
+
+
+def _quantize(x: Tensor, call: _Call, slot: int, dtype: torch.dtype, rows: bool, transpose: bool) -> tuple[Any, Any, Tensor]:
+    """FP8 of an activation or output gradient [M, *], by the slot's delayed scale in training and by its own amax otherwise."""
+    book = call.state.book
+    power_of_two = call.state.bank.power_of_two
+    if book is None or not call.training:
+        return cast(x, dtype, partials=partial_amax(x), rows=rows, transpose=transpose, power_of_two=power_of_two)
+    return cast(
+        x,
+        dtype,
+        scale=book.scale_views[slot],
+        partials=None if book.known[slot] else partial_amax(x),
+        record=book.amax_views[slot] if call.record else None,
+        scratch=book.scratch_views[slot],
+        rows=rows,
+        transpose=transpose,
+        power_of_two=power_of_two,
+    )
+
+
+class _Fp8Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
+        matrix = x.reshape(-1, x.shape[-1])
+        need_weight = ctx.needs_input_grad[1]
+        x8, x8t, x_inv = _quantize(matrix, call, call.state.x_slot, formats.E4M3, True, need_weight)
+        y = scaled_mm(x8, call.operand.forward, x_inv, call.operand.scale_inv, call.out_dtype, fast=True)
+        if y.shape[1] != call.n:
+            y = y[:, : call.n]
+        if bias is not None:
+            y = y + bias.to(y.dtype)
+        # the weight itself is saved only so that autograd notices if it is changed before backward
+        ctx.save_for_backward(x8t, x_inv, weight)
+        ctx.call = call
+        ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
+        return y.reshape(*x.shape[:-1], call.n)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x8t, x_inv, weight = ctx.saved_tensors
+        call = ctx.call
+        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
+        matrix = dy.reshape(-1, dy.shape[-1])
+        dx = dw = db = None
+        if need_x or need_weight:
+            dy8, dy8t, dy_inv = _quantize(matrix, call, call.state.dy_slot, formats.E5M2, need_x, need_weight)
+        if need_x:
+            dx = scaled_mm(dy8, call.operand.backward, dy_inv, call.operand.scale_inv, ctx.x_dtype, fast=False)
+            k = weight.shape[0] if call.state.transposed else weight.shape[1]
+            dx = (dx if dx.shape[1] == k else dx[:, :k]).reshape(*dy.shape[:-1], k)
+        if need_weight:
+            if call.state.transposed:  # [K, N]; the GEMM takes at most one E5M2 operand, on either side
+                dw = scaled_mm(x8t, dy8t, x_inv, dy_inv, weight.dtype, fast=False)
+            else:
+                dw = scaled_mm(dy8t, x8t, dy_inv, x_inv, weight.dtype, fast=False)
+            if dw.shape != weight.shape:
+                dw = dw[: weight.shape[0], : weight.shape[1]].contiguous()
+        if need_bias:
+            db = matrix.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return dx, dw, db, None
+
+
+def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: LinearState, training: bool) -> Tensor:
+    """x [..., K] -> [..., N]. Output dtype as nn.Linear's: autocast's inside autocast, else x's."""
+    kind = x.device.type
+    out_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    k, n = (weight.shape[0], weight.shape[1]) if state.transposed else (weight.shape[1], weight.shape[0])
+    if x.shape[-1] != k:
+        raise RuntimeError(f"ampplug: the layer {state.weight.name!r} takes inputs [..., {k}], got {list(x.shape)}")
+    if x.numel() == 0 or n == 0:  # nothing to multiply, nothing to record; autograd gives zeros of the right shapes
+        matrix = weight if state.transposed else weight.t()
+        with torch.autocast(kind, enabled=False):
+            y = x.to(weight.dtype) @ matrix
+        return (y if bias is None else y + bias.to(y.dtype)).to(out_dtype)
+    if x.dtype == torch.float64:
+        return fp8_linear(x.float(), weight, bias, state, training).to(out_dtype)
+    book = state.book
+    if book is not None:
+        if book.device != x.device:
+            book.to(x.device)
+        book.poll()
+    record = training and torch.is_grad_enabled()
+    call = _Call(state, state.operand(weight, training), out_dtype, training, record, n)
+    return _Fp8Linear.apply(x, weight, bias, call)
+
+
+class _Converted:
+    """What both converted layers share."""
+
+    _ampplug: LinearState
+    weight: Tensor
+    bias: Tensor | None
+    training: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        return fp8_linear(x, self.weight, self.bias, self._ampplug, self.training)
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        weight = self.__dict__["_parameters"].get("weight")
+        if weight is not None and self._ampplug.weight.param is not weight:
+            self._ampplug.rebind(weight)
+
+
+class Linear(_Converted, nn.Linear):
+    """An `nn.Linear` that computes in FP8. Made by `ampplug.initialize`, in place: the module and its parameters stay the same objects."""
+
+
+def conv1d_class(base: type) -> type:
+    """The FP8 version of Hugging Face's `Conv1D` class (weight [K, N])."""
+    if base not in _conv1d:
+        _conv1d[base] = type("Conv1D", (_Converted, base), {"__module__": __name__, "__doc__": "A Conv1D that computes in FP8."})
+    return _conv1d[base]
+
+
+_conv1d: dict[type, type] = {}
+
+
+def __getattr__(name: str) -> type:
+    """Unpickling a converted Conv1D in a fresh process asks for the class by name."""
+    if name == "Conv1D":
+        from transformers.pytorch_utils import Conv1D
+
+        return conv1d_class(Conv1D)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

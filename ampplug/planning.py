@@ -1,0 +1,195 @@
+"""The Plan: what every Linear and every parameter becomes, and why. Made once, without touching anything; printable.
+
+Bytes per parameter are those of training state: parameter, remainder or master, moments, FP8 copies, gradient.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ampplug.config import Config
+from ampplug.kernels.triton_runtime import on_gpu
+
+# On a GPU, "auto" leaves a Linear in high precision below these sizes: its casts cost more than its GEMM saves. See docs/levels.md.
+SMALLEST_DIMENSION = 512
+SMALLEST_WEIGHT = 1024 * 1024
+HEAD_NAMES = ("lm_head", "embed_out", "output_projection", "head")
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One Linear (or Conv1D)."""
+
+    name: str
+    kind: str  # class name
+    shape: tuple[int, ...]  # of the weight
+    converts: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """One distinct parameter of the model or the optimizer."""
+
+    name: str
+    shape: tuple[int, ...]
+    before: torch.dtype
+    after: torch.dtype
+    becomes: str  # "split master", "fp32 master", "as it is"
+    why: str
+    fp8: bool  # has W8 and W8T
+    stepped: bool  # by ampplug's optimizer
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return torch.Size(self.shape).numel()
+
+    def bytes_after(self) -> dict[str, float]:
+        """Bytes an element, by kind."""
+        kinds = {"parameter": float(self.after.itemsize), "gradient": float(self.after.itemsize)}
+        if self.fp8:
+            kinds["FP8 copies"] = 2.0
+        if self.stepped:
+            kinds["moments"] = 2.0 + 1 / 128
+            if self.after == torch.bfloat16:
+                kinds["remainder"] = 2.0
+        return kinds
+
+    def bytes_before(self) -> float:
+        """Bytes an element of mixed-precision training with an fp32 master and fp32 moments (16 for fp32 parameters, 16 for 16-bit ones)."""
+        size = self.before.itemsize
+        return 2 * size + 8 + (0 if size == 4 else 4)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All decisions. `str(plan)` is a table."""
+
+    config: Config
+    layers: tuple[LayerPlan, ...]
+    parameters: tuple[ParameterPlan, ...]
+
+    @property
+    def converted(self) -> tuple[str, ...]:
+        """Names of the layers that compute in FP8."""
+        return tuple(layer.name for layer in self.layers if layer.converts)
+
+    def bytes_per_parameter(self) -> dict[str, float]:
+        """Mean bytes an element, by kind, after conversion; "before" and "total" beside them. Of O1, what ampplug knows: no optimizer state."""
+        total = max(1, sum(p.numel for p in self.parameters))
+        kinds: dict[str, float] = {}
+        for p in self.parameters:
+            for kind, size in p.bytes_after().items():
+                kinds[kind] = kinds.get(kind, 0.0) + size * p.numel / total
+        kinds["total"] = sum(kinds.values())
+        kinds["before"] = sum(p.bytes_before() * p.numel for p in self.parameters) / total
+        return kinds
+
+    def __str__(self) -> str:
+        rows = [("layer", "kind", "weight", "becomes", "why")]
+        rows += [(x.name or "(root)", x.kind, "x".join(map(str, x.shape)), "FP8" if x.converts else "as it is", x.why) for x in self.layers]
+        text = [f"ampplug plan: level {self.config.opt_level}, recipe {self.config.recipe}, {len(self.converted)} of {len(self.layers)} layers in FP8"]
+        text += _table(rows)
+        rows = [("parameter", "shape", "dtype", "becomes", "why", "bytes/element")]
+        for p in self.parameters:
+            dtype = _short(p.before) + ("" if p.before == p.after else f" -> {_short(p.after)}")
+            rows.append((p.name, "x".join(map(str, p.shape)), dtype, p.becomes, p.why, f"{sum(p.bytes_after().values()):.2f}"))
+        text += ["", *_table(rows), ""]
+        kinds = self.bytes_per_parameter()
+        parts = ", ".join(f"{k} {v:.2f}" for k, v in kinds.items() if k not in ("total", "before"))
+        text.append(f"bytes per parameter: {kinds['total']:.2f} ({parts}); mixed precision with fp32 AdamW: {kinds['before']:.2f}")
+        return "\n".join(text)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """True for Hugging Face's Conv1D, whose weight is [K, N]; recognised without importing transformers."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def _users(model: nn.Module) -> dict[int, list[tuple[str, nn.Module]]]:
+    """id of a parameter -> (name, module) of the modules that hold it."""
+    users: dict[int, list[tuple[str, nn.Module]]] = {}
+    for name, module in model.named_modules():
+        for p in module._parameters.values():
+            if p is not None:
+                users.setdefault(id(p), []).append((name, module))
+    return users
+
+
+def _decide(name: str, module: nn.Module, config: Config, users: dict[int, list[tuple[str, nn.Module]]]) -> tuple[bool, str]:
+    """Whether this layer converts, and why."""
+    if type(module) is not nn.Linear and not is_conv1d(module):
+        return False, f"a subclass of Linear ({type(module).__module__}.{type(module).__name__}) may not use its own forward"
+    weight = module.weight
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.numel() == 0:
+        return False, "its weight is not a non-empty matrix"
+    if not weight.is_floating_point() or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return False, f"its weight is {weight.dtype}"
+    select = config.select
+    if callable(select):
+        return (True, "selected by the predicate") if select(name, module) else (False, "not selected by the predicate")
+    if not isinstance(select, str):
+        for pattern in select:
+            if fnmatch.fnmatchcase(name, pattern):
+                return True, f"selected by {pattern!r}"
+        return False, "no pattern selects it"
+    if select == "all":
+        return True, "selected by 'all'"
+    if name.rpartition(".")[2] in HEAD_NAMES:
+        return False, "an output head: its logits want the precision (select='all' converts it)"
+    if any(isinstance(user, nn.Embedding) for _, user in users.get(id(weight), ())):
+        return False, "its weight is tied to an embedding (select='all' converts it)"
+    if on_gpu(weight.device) and (min(weight.shape) < SMALLEST_DIMENSION or weight.numel() < SMALLEST_WEIGHT):
+        return False, f"too small to gain: below {SMALLEST_DIMENSION} in a dimension or {SMALLEST_WEIGHT} elements (select='all' converts it)"
+    return True, "large enough for FP8 to pay" if on_gpu(weight.device) else "eligible"
+
+
+def make_plan(model: nn.Module, optimizer_parameters: Iterable[Tensor] | None, config: Config) -> Plan:
+    """Decide everything. optimizer_parameters: those that ampplug's optimizer will step (O2), else None. Nothing is changed."""
+    users = _users(model)
+    layers, fp8_layers = [], set()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) or is_conv1d(module):
+            converts, why = _decide(name, module, config, users)
+            if config.opt_level == "O0" and converts:
+                why += "; O0 only says so"
+            if converts:
+                fp8_layers.add(id(module))
+            layers.append(LayerPlan(name, type(module).__name__, tuple(module.weight.shape), converts, why))
+    stepped = {id(p) for p in optimizer_parameters or ()}
+    named = {id(p): (name, p) for name, p in reversed(list(model.named_parameters()))}
+    everything = [named[id(p)] for p in model.parameters()]
+    everything += [("(not in the model)", p) for p in optimizer_parameters or () if id(p) not in named]
+    parameters = []
+    for name, p in everything:
+        holders = users.get(id(p), [])
+        fp8 = any(id(m) in fp8_layers and m._parameters.get("weight") is p for _, m in holders)
+        others = [n or "(root)" for n, m in holders if not (id(m) in fp8_layers and m._parameters.get("weight") is p)]
+        after, becomes, why = p.dtype, "as it is", "no FP8 layer uses it" if not fp8 else "the layer's own; W8 is refreshed after each step"
+        is_stepped = id(p) in stepped and config.opt_level == "O2"
+        if is_stepped and p.dtype in (torch.float32, torch.bfloat16):
+            if p.dtype == torch.bfloat16:
+                becomes, why = "split master", "bf16 plus a 16-bit remainder"
+            elif fp8 and not others:
+                after, becomes, why = torch.bfloat16, "split master", "only FP8 layers read it"
+            else:
+                becomes, why = "fp32 master", "its own master" + (f"; also read by {others[0]}" if fp8 else "")
+        elif config.opt_level == "O2" and not is_stepped:
+            why = "not in the optimizer" if p.requires_grad else "frozen or not in the optimizer"
+        parameters.append(ParameterPlan(name, tuple(p.shape), p.dtype, after, becomes, why, fp8, is_stepped))
+    return Plan(config, tuple(layers), tuple(parameters))

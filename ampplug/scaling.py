@@ -1,0 +1,169 @@
+"""ScaleBook: amax record, amax history and scale of every slot, in contiguous device arrays.
+
+A slot is one FP8 quantity with a scale: a Linear's input `x` or its output gradient `dy`. (Weights' scales live in the `WeightBank`: they are
+known before the weight is written.) Casts raise `amax`; once a step `update` turns all records into scales, in one launch.
+
+A slot that has had no update holds scale 0, which tells the cast kernel to scale just in time from the tensor's own amax. The host learns
+asynchronously that a slot has its scale, and only then leaves the launch that computes that amax out; the numbers do not depend on when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampplug.kernels.scale_update import reference_count, reference_scale_update, reference_weight_update, triton_scale_update
+from ampplug.kernels.triton_runtime import on_gpu
+from ampplug.storage import WeightBank
+
+
+class ScaleBook:
+    """Scales of the slots `names`, each with the largest value of its FP8 format in `fp8_max`."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        fp8_max: Sequence[float],
+        device: torch.device,
+        *,
+        history: int = 16,
+        margin: int = 0,
+        power_of_two: bool = False,
+    ):
+        n = len(names)
+        self.names = tuple(names)
+        self.device = device
+        self.margin = margin
+        self.power_of_two = power_of_two
+        self.amax = torch.zeros(n, device=device)
+        self.history = torch.zeros(n, history, device=device)
+        self.position = torch.zeros(n, dtype=torch.int32, device=device)
+        self.scale = torch.zeros(n, device=device)
+        self.scratch = torch.zeros(n, 2, dtype=torch.int32, device=device)  # of casts under way
+        self.fp8_max = torch.tensor(list(fp8_max), dtype=torch.float32).to(device)
+        self._make_views()
+        self._pending: tuple[Tensor, Any] | None = None
+        self.known = [False] * n  # what the host knows of scale != 0
+        self._all_known = n == 0
+
+    def _make_views(self) -> None:
+        # one-element views, made once: indexing a tensor at every call would cost more than the launch
+        self.amax_views = list(self.amax.split(1))
+        self.scale_views = list(self.scale.split(1))
+        self.scratch_views = list(self.scratch.unbind(0))
+
+    def __deepcopy__(self, memo: dict) -> ScaleBook:
+        other = object.__new__(ScaleBook)
+        memo[id(self)] = other
+        other.__dict__.update(self.__getstate__())
+        for name in _TENSORS:
+            setattr(other, name, getattr(self, name).clone())
+        other.known = list(self.known)
+        other._make_views()
+        return other
+
+    def __getstate__(self) -> dict:
+        state = {k: v for k, v in self.__dict__.items() if k not in ("amax_views", "scale_views", "scratch_views")}
+        state["_pending"] = None
+        return state
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        self._make_views()
+
+    def to(self, device: torch.device) -> None:
+        """Move all arrays, in place: the slots stay the same."""
+        if device == self.device:
+            return
+        for name in _TENSORS:
+            setattr(self, name, getattr(self, name).to(device))
+        self.device = device
+        self._pending = None
+        self._make_views()
+
+    def poll(self) -> None:
+        """Take note of the slots that have a scale by now, if that news has arrived; never waits for it."""
+        if self._all_known or self._pending is None:
+            return
+        flags, event = self._pending
+        if event is not None and not event.query():
+            return
+        self.known = flags.tolist()
+        self._all_known = all(self.known)
+        self._pending = None
+
+    def _ask(self) -> None:
+        """Have the flags of `known` copied to the host, without waiting."""
+        if self._all_known or self._pending is not None:
+            return
+        if not on_gpu(self.device):
+            self._pending = (self.scale != 0, None)
+        elif not torch.cuda.is_current_stream_capturing():
+            flags = torch.empty(len(self.names), dtype=torch.bool, pin_memory=True)
+            flags.copy_(self.scale != 0, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._pending = (flags, event)
+
+    def update(
+        self,
+        bank: WeightBank,
+        *,
+        found_inf: Tensor | None = None,
+        clip: Tensor | None = None,
+        counted: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    ) -> None:
+        """Records -> scales, measured weight amaxes -> current ones, and step counts, in one launch.
+
+        found_inf, clip: fp32 [1] or None; a step that they declare skipped only clears the records. counted: (table, hyper, steps, limits) of
+        an optimizer whose parameters' steps are to be counted.
+        """
+        if on_gpu(self.device):
+            triton_scale_update(
+                self.amax, self.history, self.position, self.scale, self.fp8_max, self.margin, self.power_of_two,
+                bank.amax, bank.next_amax, *(counted or (None,) * 4), found_inf, clip,
+            )  # fmt: skip
+        else:
+            skip = bool(found_inf) if found_inf is not None else False
+            skip = skip or (clip is not None and bool(torch.isnan(clip)))
+            reference_scale_update(
+                self.amax, self.history, self.position, self.scale, self.fp8_max, self.margin, self.power_of_two, skip
+            )
+            reference_weight_update(bank.amax, bank.next_amax, skip)
+            if counted is not None:
+                reference_count(*counted, skip)
+        self._ask()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a resumed run needs, by slot name: {"slots": [...], "history", "position", "scale"}. Tensors on their device."""
+        return {
+            "slots": list(self.names),
+            "history": self.history.clone(),
+            "position": self.position.clone(),
+            "scale": self.scale.clone(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """Restore the slots that are in `state`; returns the names of those that are not (they scale just in time until their first update)."""
+        where = {name: i for i, name in enumerate(state["slots"])}
+        found = [(i, where[name]) for i, name in enumerate(self.names) if name in where]
+        missing = [name for name in self.names if name not in where]
+        self.amax.zero_()
+        if found:
+            mine, theirs = (torch.tensor(column) for column in zip(*found, strict=True))
+            depth = min(self.history.shape[1], state["history"].shape[1])
+            self.history.zero_()
+            self.history[mine.to(self.device), :depth] = state["history"][theirs, :depth].to(self.device)
+            self.position[mine.to(self.device)] = state["position"][theirs].to(self.device)
+            self.scale[mine.to(self.device)] = state["scale"][theirs].to(self.device)
+        self._pending = None
+        self._all_known = not self.names
+        self.known = [False] * len(self.names)
+        self._ask()
+        return missing
+
+
+_TENSORS = ("amax", "history", "position", "scale", "scratch", "fp8_max")
