@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from ampplug.entry import plan as plan
     from ampplug.kernels.triton_runtime import check_fp8_support as check_fp8_support
     from ampplug.planning import Plan as Plan
+    from ampplug.scaler import GradScaler as GradScaler
 
 # Names load on first use, so that importing the package imports torch and nothing optional. No module is named like a public function: importing
 # it would hide the function.
 _PUBLIC = {
     "Config": "config",
+    "GradScaler": "scaler",
     "Plan": "planning",
     "check_fp8_support": "kernels.triton_runtime",
     "clip_grad_norm_": "clip",

@@ -22,6 +22,9 @@ from ampplug.kernels.triton_runtime import on_gpu
 
 _ALIGNMENT = 256
 
+# Numbers of a weight are this far apart in the bank's arrays: cuBLASLt takes scales on 16-byte boundaries only.
+SPACING = 4
+
 
 class Arena:
     """One allocation, zeros at first, of which `views` are taken: one per (shape, dtype), in order."""
@@ -159,7 +162,7 @@ class WeightBank:
             rows, cols = (round_up(s, 16) for s in p.shape)
             sizes += [((rows, cols), formats.E4M3), ((cols, rows), formats.E4M3)]
         self._arena = Arena(sizes, device)
-        self._numbers = torch.zeros(4, len(named), dtype=torch.float32, device=device)
+        self._numbers = torch.zeros(4, SPACING * len(named), dtype=torch.float32, device=device)
         nothing = torch.empty(0)
         self.weights = [Weight(name, i, Master(p, None), *(nothing,) * 6) for i, (name, p) in enumerate(named)]
         self._bind()
@@ -169,7 +172,7 @@ class WeightBank:
         self.amax, self.next_amax, self.scale, self.scale_inv = self._numbers
         for w, (w8, w8t) in zip(self.weights, zip(self._arena.views[::2], self._arena.views[1::2], strict=True), strict=True):
             w.w8, w.w8t = w8, w8t
-            w.amax, w.next_amax, w.scale, w.scale_inv = (row[w.index : w.index + 1] for row in self._numbers)
+            w.amax, w.next_amax, w.scale, w.scale_inv = (row[w.index * SPACING : w.index * SPACING + 1] for row in self._numbers)
         self._tables: dict[tuple, tuple[Tensor, Tensor]] = {}
         self._transpose_table = upload([[w.w8.data_ptr(), w.w8t.data_ptr(), *w.w8.shape] for w in self.weights], self.device, TRANSPOSE_WIDTH)
         self._transpose_tiles = transpose_tiles([(w.w8.shape[0], w.w8.shape[1]) for w in self.weights], self.device)
@@ -246,9 +249,9 @@ def table_row(p: Tensor, weight: Weight | None, *, low: Tensor | None = None) ->
     row[COLUMN["aligned"]] = int(cols % 16 == 0 and rows * cols == p.numel() and p.data_ptr() % 16 == 0)
     if weight is not None:
         row[COLUMN["w8"]] = weight.w8.data_ptr()
-        # rows of whole groups have no padding, so the flat view of 128 columns holds for W8, too
-        row[COLUMN["w8_stride"]] = cols if p.shape[1] % formats.GROUP == 0 else weight.w8.shape[1]
-        row[COLUMN["weight"]] = weight.index
+        # rows of whole groups have no padding, and a single row has no next: the flat view of 128 columns holds for W8, too
+        row[COLUMN["w8_stride"]] = weight.w8.shape[1] if (rows, cols) == tuple(p.shape) else cols
+        row[COLUMN["weight"]] = weight.index * SPACING
     return row
 
 

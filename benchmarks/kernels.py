@@ -173,12 +173,12 @@ def cast_rows(bandwidth: float, sweep: bool) -> list[dict]:
             for x in inputs:
                 cast.triton_cast(x, formats.E4M3, scale, None, record, scratch, True, True)
 
-        variants = [(cast.TILE_M, cast.TILE_K, cast.WARPS, cast.PROGRAMS)]
+        variants = [(cast.TILE_M, cast.TILE_K, cast.WARPS, cast.REGISTERS, cast.PROGRAMS)]
         if sweep:
-            variants += [(64, 64, 4, 16), (64, 64, 4, 10**6), (32, 128, 4, 8), (32, 128, 4, 10**6)]
+            variants += [(32, 128, 4, 64, n) for n in (20, 48, 1 << 20)] + [(64, 128, 8, 64, 16), (32, 128, 4, 48, 48)]
         default = variants[0]
         for variant in variants:
-            cast.TILE_M, cast.TILE_K, cast.WARPS, cast.PROGRAMS = variant
+            cast.TILE_M, cast.TILE_K, cast.WARPS, cast.REGISTERS, cast.PROGRAMS = variant
             many()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
@@ -186,7 +186,7 @@ def cast_rows(bandwidth: float, sweep: bool) -> list[dict]:
             ms = median_ms(graph.replay) / len(inputs)
             rows.append(dict(what=f"cast-transpose {list(shape)} tile {variant}", ms=ms, launches=1, fraction=4 * elements / ms / 1e9 / bandwidth))
             del graph
-        cast.TILE_M, cast.TILE_K, cast.WARPS, cast.PROGRAMS = default
+        cast.TILE_M, cast.TILE_K, cast.WARPS, cast.REGISTERS, cast.PROGRAMS = default
     return rows
 
 

@@ -293,7 +293,7 @@ def _step_chunk(
     if has_fp8:
         amax_bits = tl.max(largest, 0)
         if amax_bits > tl.load(next_amaxes + weight):
-            tl.atomic_max(next_amaxes + weight, amax_bits)
+            tl.atomic_max(next_amaxes + weight, amax_bits, sem="relaxed")
 
 
 @jit

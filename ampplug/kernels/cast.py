@@ -21,8 +21,8 @@ from ampplug.kernels.triton_runtime import jit, launch, multiprocessors, on_gpu,
 
 MAX_PARTIALS = 1024
 
-# Tile of the cast with transpose, its warps, and programs per multiprocessor: what benchmarks/kernels.py --sweep found fastest.
-TILE_M, TILE_K, WARPS, PROGRAMS = 32, 128, 4, 16
+# Tile of the cast, its warps, its registers, and programs per multiprocessor: what benchmarks/kernels.py --sweep found fastest.
+TILE_M, TILE_K, WARPS, REGISTERS, PROGRAMS = 32, 128, 4, 64, 32
 
 # A product this far above the largest FP8 value still rounds to it, so it does not count as outgrown.
 OUTGROWN = 1.03
@@ -179,7 +179,7 @@ def cast_kernel(
         if tl.program_id(0) == 0:
             tl.store(scale_inv, tl.div_rn(1.0, scale))
             if RECORD:
-                tl.atomic_max(record, amax_bits)
+                tl.atomic_max(record, amax_bits, sem="relaxed")
     largest = tl.full((), 0, tl.int32)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         bits = _cast_tile(
@@ -189,13 +189,14 @@ def cast_kernel(
     if not JUST_IN_TIME:
         # most programs are below the maximum so far: a plain read spares the atomic
         if largest > tl.load(scratch):
-            tl.atomic_max(scratch, largest)
+            tl.atomic_max(scratch, largest, sem="relaxed")
         tl.debug_barrier()
-        if tl.atomic_add(scratch + 1, 1) == tl.num_programs(0) - 1:
-            amax_bits = tl.atomic_xchg(scratch, 0)
+        # released only: acquiring would empty the L1 of every multiprocessor for every program
+        if tl.atomic_add(scratch + 1, 1, sem="release") == tl.num_programs(0) - 1:
+            amax_bits = tl.atomic_xchg(scratch, 0, sem="acq_rel")
             tl.store(scratch + 1, 0)
             if RECORD:
-                tl.atomic_max(record, amax_bits)
+                tl.atomic_max(record, amax_bits, sem="relaxed")
             amax = amax_bits.to(tl.float32, bitcast=True)
             if (scale * amax > OUTGROWN_MAX) & (amax <= 3.4028235e38):
                 scale = scale_from_amax(amax, 1.0, FP8_MAX, POWER_OF_TWO)
@@ -248,6 +249,6 @@ def triton_cast(
         m, k, x.stride(0), x.stride(1), k16, m16, partials.numel() if partials is not None else 0, tiles, 1.0,
         FP8_MAX=fp8_max, OUTGROWN_MAX=fp8_max * OUTGROWN, DELAYED=scale is not None, JUST_IN_TIME=partials is not None,
         RECORD=record is not None, ROWS=rows, COLUMNS=transpose, POWER_OF_TWO=power_of_two, FP8=getattr(tl, _FP8[dtype]),
-        BM=TILE_M, BK=TILE_K, PARTIALS=MAX_PARTIALS, num_warps=WARPS,
+        BM=TILE_M, BK=TILE_K, PARTIALS=MAX_PARTIALS, num_warps=WARPS, maxnreg=REGISTERS,
     )  # fmt: skip
     return rowwise, columnwise, scale_inv

@@ -16,7 +16,7 @@ from ampplug.kernels.triton_runtime import jit, launch, tl
 
 _W = tl.constexpr(WIDTH)
 _PARAM, _LOW, _W8, _W8_STRIDE = (tl.constexpr(COLUMN[c]) for c in ("param", "low", "w8", "w8_stride"))
-_ROWS, _COLS = (tl.constexpr(COLUMN[c]) for c in ("rows", "cols"))
+_ROWS, _COLS, _NUMEL = (tl.constexpr(COLUMN[c]) for c in ("rows", "cols", "numel"))
 _KIND, _ALIGNED, _WEIGHT = (tl.constexpr(COLUMN[c]) for c in ("kind", "aligned", "weight"))
 TILE_ROWS = 16
 
@@ -44,6 +44,8 @@ def _tile(row, first, col0, ALIGNED: tl.constexpr, BR: tl.constexpr, BC: tl.cons
     address = tl.load(row + _PARAM) + start * tl.where(kind == 0, 4, 2)
     low = tl.load(row + _LOW) + start * 2
     mask = ((first + tl.arange(0, BR))[:, None] < tl.load(row + _ROWS).to(tl.int32)) & ((col0 + tl.arange(0, BC))[None, :] < C)
+    if not ALIGNED:  # a weight of one row, seen as rows of 128, may end within one
+        mask = mask & (start + offset < tl.load(row + _NUMEL))
     return load_value(address, low, offset, mask, kind, ALIGNED), mask
 
 
@@ -75,7 +77,7 @@ def weight_amax_kernel(table, chunks, next_amaxes, n_chunks, CHUNK: tl.constexpr
             largest = tl.maximum(largest, tl.max(magnitude_bits(value), 1))
     bits = tl.max(largest, 0)
     if bits > tl.load(next_amaxes + weight):
-        tl.atomic_max(next_amaxes + weight, bits)
+        tl.atomic_max(next_amaxes + weight, bits, sem="relaxed")
 
 
 @jit

@@ -17,7 +17,7 @@ from ampplug import formats
 from ampplug.distributed.replicas import Replicas
 from ampplug.optim.state import AdamState, Record
 from ampplug.scaling import ScaleBook
-from ampplug.storage import Weight, WeightBank, matrix_shape
+from ampplug.storage import SPACING, Weight, WeightBank, matrix_shape
 
 
 class LowBitOptimizer(torch.optim.Optimizer):
@@ -191,8 +191,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
             "book": None if self._book is None else self._book.state_dict(),
             "weights": {
                 "names": [w.name for w in self._bank.weights],
-                "amax": self._bank.amax.clone(),
-                "scale": self._bank.scale.clone(),
+                "amax": self._bank.amax[::SPACING].clone(),
+                "scale": self._bank.scale[::SPACING].clone(),
             },
         }
         return state

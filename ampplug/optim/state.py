@@ -58,7 +58,6 @@ class AdamState:
         self._table: Tensor | None = None
         self._chunks: Tensor | None = None
         self._owned_by_graphs: list[Any] = []
-        self.norm = torch.zeros(1, device=device)
         self.clip = torch.ones(1, device=device)
         self.clipped = False  # a coefficient waits in `clip`
         self._partials = torch.zeros(MAX_PROGRAMS, device=device)
@@ -117,7 +116,7 @@ class AdamState:
         for segment in self._segments:
             segment.lows.to(device)
             segment.codes.to(device)
-        for name in ("steps", "limits", "norm", "clip", "_partials", "_counter"):
+        for name in ("steps", "limits", "clip", "_partials", "_counter"):
             setattr(self, name, getattr(self, name).to(device))
         self._hyper = self._hyper_values = None
         self._bind()
@@ -214,16 +213,16 @@ class AdamState:
 
     def measure_norm(self, active: Sequence[tuple[Record, Tensor | None, int]], max_norm: float) -> Tensor:
         """Norm of the gradients, fp32 []; the clip coefficient waits in `clip` for the step."""
+        norm = torch.empty(1, device=self.device)  # the caller's to keep
         if on_gpu(self.device):
             table, chunks = self.set_table(active)
-            triton_norm(table, chunks, self._partials, self._counter, self.norm, self.clip, max_norm, self.clipped)
+            triton_norm(table, chunks, self._partials, self._counter, norm, self.clip, max_norm, self.clipped)
         else:
             grads = [g for _, g, _ in active if g is not None]
             norm, clip = reference_norm(grads, max_norm, self.clip if self.clipped else None)
-            self.norm.copy_(norm)
             self.clip.copy_(clip)
         self.clipped = True
-        return self.norm[0].clone()
+        return norm[0]
 
     def step(
         self,
@@ -253,15 +252,13 @@ class AdamState:
         return table, hyper, self.steps, self.limits
 
     def _reference_view(self, r: Record, g: Tensor) -> AdamTensor:
-        """The record as matrices for the reference. Vectors that do not fill their last row of 128 are padded copies, written back."""
+        """The record as matrices for the reference, views all."""
         rows, cols = matrix_shape(r.param.shape)
         low = r.master.low if r.param.dtype == torch.bfloat16 else None
         p = r.param.detach()
         w = r.weight
-        if rows * cols != p.numel():
-            return AdamTensor(p.view(1, -1), g.view(1, -1), None if low is None else low.view(1, -1), r.ratio.view(1, -1), r.v.view(1, -1),
-                              r.top.view(1, -1), r.step, r.limit, r.ordinal)  # fmt: skip
-        shape = (rows, cols)
-        fp8 = (None,) * 5 if w is None else (w.own_w8 if cols == p.shape[-1] else w.own_w8.view(shape), w.amax, w.next_amax, w.scale, w.scale_inv)
+        # a vector that does not fill its last row of 128 is one long row
+        shape, top = ((rows, cols), r.top) if rows * cols == p.numel() else ((1, p.numel()), r.top.view(1, -1))
+        fp8 = (None,) * 5 if w is None else (w.own_w8 if w.own_w8.shape == shape else w.own_w8.view(shape), w.amax, w.next_amax, w.scale, w.scale_inv)
         return AdamTensor(p.view(shape), g.view(shape), None if low is None else low.view(shape), r.ratio.view(shape), r.v.view(shape),
-                          r.top, r.step, r.limit, r.ordinal, *fp8)  # fmt: skip
+                          top, r.step, r.limit, r.ordinal, *fp8)  # fmt: skip

@@ -1,0 +1,144 @@
+"""Real text as bytes: what is learned, what is held out, and which batch comes at which step."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ampplug.demo import DemoError
+
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
+_HELD_OUT, _HELD_OUT_MOST = 0.10, 0.15  # of the bytes: at least, and at most where files allow it
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text in two parts that share no file (or, of a single file, no byte)."""
+
+    name: str
+    train: Tensor  # uint8 [bytes]
+    held_out: Tensor  # uint8 [bytes]
+    train_files: tuple[str, ...]  # relative paths, in order
+    held_out_files: tuple[str, ...]
+    fingerprint: str  # of both parts
+
+    def require(self, sequence: int) -> None:
+        """DemoError unless both parts hold at least one window of `sequence` bytes and the byte after it."""
+        for part, data in (("training", self.train), ("held-out", self.held_out)):
+            if data.numel() < sequence + 1:
+                raise DemoError(
+                    f"data {self.name!r} is too small: its {part} part has {data.numel()} bytes, a sequence of {sequence} needs {sequence + 1}"
+                )
+
+
+def load(path: str | None) -> Corpus:
+    """The text at `path`, a file or folder; None: the sources of the standard library that runs this."""
+    if path is None:
+        folder = Path(sysconfig.get_path("stdlib"))
+        return _split_files("stdlib", folder, _list_files(folder, ".py"))
+    root = Path(path)
+    if root.is_dir():
+        return _split_files(path, root, _list_files(root, ""))
+    if not root.exists():
+        raise DemoError(f"data {path!r} does not exist")
+    return _split_positions(path, _read(root))
+
+
+def _list_files(folder: Path, suffix: str) -> list[str]:
+    """Relative paths of the visible files with this suffix, sorted, the same on every file system."""
+
+    def refuse(error: OSError) -> None:
+        raise DemoError(f"cannot read {error.filename!r}: {error.strerror}")
+
+    found = []
+    for here, folders, files in os.walk(folder, onerror=refuse):
+        folders[:] = [f for f in folders if f not in _SKIPPED_FOLDERS and not f.startswith(".")]
+        found += [Path(here, f).relative_to(folder).as_posix() for f in files if f.endswith(suffix) and not f.startswith(".")]
+    return sorted(found)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DemoError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
+
+
+def _split_files(name: str, root: Path, files: list[str]) -> Corpus:
+    """Whole files are held out, in the order of a hash of their paths, until a tenth of the bytes is."""
+    contents: dict[str, bytes] = {}
+    seen: set[bytes] = set()
+    for file in files:
+        content = _read(root / file)
+        digest = hashlib.sha256(content).digest()
+        if content and digest not in seen:  # a copy of a training file would not be held out
+            seen.add(digest)
+            contents[file] = content
+    if not contents:
+        raise DemoError(f"data {name!r} is empty: no file with text in {str(root)!r}")
+    if len(contents) == 1:
+        return _split_positions(name, next(iter(contents.values())))
+    total = sum(map(len, contents.values()))
+    held: set[str] = set()
+    size = 0
+    for file in sorted(contents, key=lambda f: hashlib.sha256(f.encode("utf-8", "surrogateescape")).digest()):
+        if size >= _HELD_OUT * total:
+            break
+        if size + len(contents[file]) <= _HELD_OUT_MOST * total:
+            held.add(file)
+            size += len(contents[file])
+    if not held:  # few and large files
+        held.add(min(contents, key=lambda f: (len(contents[f]), f)))
+    train = tuple(f for f in contents if f not in held)
+    rest = tuple(f for f in contents if f in held)
+    return _corpus(name, b"".join(contents[f] for f in train), b"".join(contents[f] for f in rest), train, rest)
+
+
+def _split_positions(name: str, content: bytes) -> Corpus:
+    """The last tenth is held out."""
+    if not content:
+        raise DemoError(f"data {name!r} is empty")
+    cut = len(content) - int(len(content) * _HELD_OUT)
+    return _corpus(name, content[:cut], content[cut:], (), ())
+
+
+def _corpus(name: str, train: bytes, held_out: bytes, train_files: tuple[str, ...], held_out_files: tuple[str, ...]) -> Corpus:
+    fingerprint = hashlib.sha256(hashlib.sha256(train).digest() + hashlib.sha256(held_out).digest()).hexdigest()
+    return Corpus(name, _tensor(train), _tensor(held_out), train_files, held_out_files, fingerprint)
+
+
+def _tensor(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.zeros(0, dtype=torch.uint8)
+
+
+def offsets(seed: int, steps: range, batch: int, size: int, sequence: int) -> Tensor:
+    """Where the windows of these steps start in `size` bytes: int64 [steps, batch].
+
+    A row depends on the seed and its step alone: not on what was drawn before, on the device, or on a library's generator.
+    """
+    starts = size - sequence
+    rows = []
+    for step in steps:
+        digests = (hashlib.blake2b(f"{seed}/{step}/{i}".encode(), digest_size=8).digest() for i in range(batch))
+        rows.append([int.from_bytes(d, "little") % starts for d in digests])
+    return torch.tensor(rows, dtype=torch.int64).view(len(steps), batch)
+
+
+def windows(data: Tensor, starts: Tensor, sequence: int) -> tuple[Tensor, Tensor]:
+    """(inputs, targets), int64 [batch, sequence] each, of the windows at `starts` [batch]; targets are one byte ahead."""
+    index = starts.unsqueeze(1) + torch.arange(sequence + 1, device=starts.device)
+    taken = data[index].long()
+    return taken[:, :-1], taken[:, 1:]
+
+
+def evaluation_starts(size: int, sequence: int, limit: int) -> Tensor:
+    """Starts of windows that do not overlap and cover about `limit` bytes, evenly spread over `size` bytes: int64 [windows]."""
+    available = (size - 1) // sequence
+    chosen = min(available, max(1, -(-limit // sequence)))
+    return torch.tensor([i * available // chosen * sequence for i in range(chosen)], dtype=torch.int64)
