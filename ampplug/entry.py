@@ -81,8 +81,8 @@ def plan(model: nn.Module, optimizer: Any = None, opt_level: str = "O2", *, conf
     """
     defaults: dict[str, Any] = {"backend": "auto", "recipe": "delayed", "select": "auto", "use_te": None}
     given = {**defaults, **settings}
-    named = [given.pop(k) for k in ("backend", "recipe", "select", "use_te")]
-    return _plan(model, _as_list(optimizer), _resolve(opt_level, *named, config, given))
+    backend, recipe, select, use_te = (given.pop(k) for k in ("backend", "recipe", "select", "use_te"))
+    return _plan(model, _as_list(optimizer), _resolve(opt_level, backend, recipe, select, use_te, config, given))
 
 
 # ---------------------------------------------------------------- before anything is changed
@@ -223,9 +223,8 @@ def _convert(model: nn.Module, optimizers: list[Any], plan: Plan, device: torch.
         if state is not None:  # trained before: its fp32 moments go on
             o.load_state_dict(state)
     bank.refresh()
-    owned = {id(p) for o in optimizers for p in o._low_bit.records}
     for module in model.modules():
-        if any(p is not None and p.dtype == torch.bfloat16 and (id(p) in owned or True) for p in module._parameters.values()):
+        if any(p is not None and p.dtype == torch.bfloat16 for p in module._parameters.values()):
             fill_remainders_on_load(module)
 
 

@@ -92,7 +92,7 @@ class Plan:
         return kinds
 
     def __str__(self) -> str:
-        rows = [("layer", "kind", "weight", "becomes", "why")]
+        rows: list[tuple[str, ...]] = [("layer", "kind", "weight", "becomes", "why")]
         rows += [(x.name or "(root)", x.kind, "x".join(map(str, x.shape)), "FP8" if x.converts else "as it is", x.why) for x in self.layers]
         text = [f"ampplug plan: level {self.config.opt_level}, recipe {self.config.recipe}, {len(self.converted)} of {len(self.layers)} layers in FP8"]
         text += _table(rows)
@@ -172,7 +172,7 @@ def make_plan(model: nn.Module, optimizer_parameters: Iterable[Tensor] | None, c
                 fp8_layers.add(id(module))
             layers.append(LayerPlan(name, type(module).__name__, tuple(module.weight.shape), converts, why))
     stepped = {id(p) for p in optimizer_parameters or ()}
-    named = {id(p): (name, p) for name, p in reversed(list(model.named_parameters()))}
+    named: dict[int, tuple[str, Tensor]] = {id(p): (name, p) for name, p in model.named_parameters()}
     everything = [named[id(p)] for p in model.parameters()]
     everything += [("(not in the model)", p) for p in optimizer_parameters or () if id(p) not in named]
     parameters = []

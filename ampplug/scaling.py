@@ -124,7 +124,7 @@ class ScaleBook:
         if on_gpu(self.device):
             triton_scale_update(
                 self.amax, self.history, self.position, self.scale, self.fp8_max, self.margin, self.power_of_two,
-                bank.amax, bank.next_amax, *(counted or (None,) * 4), found_inf, clip,
+                bank.amax, bank.next_amax, counted, found_inf, clip,
             )  # fmt: skip
         else:
             skip = bool(found_inf) if found_inf is not None else False

@@ -107,7 +107,7 @@ class Step:
     def run_update(self) -> None:
         s = self.slots
         scale_update.triton_scale_update(
-            s[0], s[1], s[2], s[0], s[0], 0, False, self.bank.amax, self.bank.next_amax, self.table, self.hyper, self.steps, self.limits
+            s[0], s[1], s[2], s[0], s[0], 0, False, self.bank.amax, self.bank.next_amax, (self.table, self.hyper, self.steps, self.limits)
         )
 
 

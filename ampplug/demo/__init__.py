@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ampplug.demo.model import GPT
+
+PRESETS = ("small", "124m", "1b")
 
 
 class DemoError(Exception):
@@ -26,6 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # sizes other than the presets', for tests and experiments
     for name in ("width", "layers", "heads", "ffn", "sequence", "batch", "eval-bytes"):
         parser.add_argument(f"--{name}", type=int, help=argparse.SUPPRESS)
+
+
+def build_preset(preset: str) -> GPT:
+    """The model of a preset, on torch's current default device."""
+    from ampplug.demo.model import build
+
+    return build(preset)
 
 
 def run(arguments: argparse.Namespace) -> int:

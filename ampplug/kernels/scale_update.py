@@ -102,24 +102,21 @@ def triton_scale_update(
     power_of_two: bool,
     weight_amax: Tensor,
     next_amax: Tensor,
-    table: Tensor | None = None,
-    hyper: Tensor | None = None,
-    steps: Tensor | None = None,
-    limits: Tensor | None = None,
+    counted: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
     found_inf: Tensor | None = None,
     clip: Tensor | None = None,
 ) -> None:
-    """All of the above; without `table` no step is counted (O1, where the optimizer is the user's)."""
+    """All of the above. counted: (table, hyper, steps, limits) of the parameters whose steps count; none at O1."""
     n_slots, n_weights = amax.numel(), weight_amax.numel()
-    n_tensors = table.shape[0] if table is not None else 0
+    table, hyper, steps, limits = counted if counted is not None else (position, amax, position, amax)
+    n_tensors = table.shape[0] if counted is not None else 0
     n = max(n_slots, n_weights, n_tensors)
     if n == 0:
         return
     depth = history.shape[1]
     launch(
         scale_update_kernel, (-(-n // _BLOCK),), amax, history, position, scale, fp8_max, weight_amax, next_amax,
-        table if table is not None else position, hyper if hyper is not None else amax,
-        steps if steps is not None else position, limits if limits is not None else amax,
+        table, hyper, steps, limits,
         found_inf if found_inf is not None else amax, clip if clip is not None else amax,
         n_slots, n_weights, n_tensors, 2.0**-margin,
         HISTORY=depth, HISTORY_BLOCK=1 << (depth - 1).bit_length(), POWER_OF_TWO=power_of_two,

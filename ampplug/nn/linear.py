@@ -191,6 +191,7 @@ class _Fp8Linear(torch.autograd.Function):
         return dx, dw, db, None
 
 
+@torch.compiler.disable  # compiled models break their graph here: slower than they could be, but never with stale weights
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: LinearState, training: bool) -> Tensor:
     """x [..., K] -> [..., N]. Output dtype as nn.Linear's: autocast's inside autocast, else x's."""
     kind = x.device.type
@@ -219,12 +220,9 @@ class _Converted:
     """What both converted layers share."""
 
     _ampplug: LinearState
-    weight: Tensor
-    bias: Tensor | None
-    training: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        return fp8_linear(x, self.weight, self.bias, self._ampplug, self.training)
+        return fp8_linear(x, self.weight, self.bias, self._ampplug, self.training)  # type: ignore[attr-defined]
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)  # type: ignore[misc]

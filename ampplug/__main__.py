@@ -1,0 +1,7 @@
+"""`python -m ampplug` is the `ampplug` command."""
+
+import sys
+
+from ampplug.cli import main
+
+sys.exit(main())
