@@ -1,0 +1,301 @@
+"""The demo as a command, at tiny sizes: same starts, exact resuming, complete results, clear errors."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ampplug import demo
+from ampplug.demo import DemoError, data, train
+from ampplug.demo.model import SHAPES, Shape, build
+
+STEPS = 10
+SIZES = ["--width", "32", "--layers", "1", "--heads", "2", "--ffn", "64", "--sequence", "32", "--batch", "4", "--eval-bytes", "256"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text with something to learn."""
+    path = tmp_path_factory.mktemp("data") / "text"
+    path.write_text("".join(f"{i} times {i} makes {i * i}. " for i in range(2000)))
+    return path
+
+
+def run(text: Path, out: Path, *more: str) -> int:
+    """The command, as the CLI calls it."""
+    parser = argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    words = ["--device", "cpu", "--data", str(text), "--out", str(out), "--steps", str(STEPS), *SIZES, *more]
+    return demo.run(parser.parse_args(words))
+
+
+def results(out: Path) -> dict[str, Any]:
+    return json.loads((out / "results.json").read_text())
+
+
+def curves(out: Path) -> dict[str, Any]:
+    return {name: (r["curve"], r["held_out_curve"]) for name, r in results(out)["runs"].items()}
+
+
+@pytest.fixture(scope="module")
+def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an uninterrupted run."""
+    out = tmp_path_factory.mktemp("whole")
+    assert run(text, out) == 0
+    return out
+
+
+def interrupt_at(monkeypatch: pytest.MonkeyPatch, *when: tuple[str, int]) -> None:
+    """Ctrl-C once after each of these (title, step)."""
+    left = list(when)
+    update = train.Progress.update
+
+    def interrupted(self: train.Progress, step: int, loss: float, rate: float) -> None:
+        update(self, step, loss, rate)
+        if (self.title, step) in left:
+            left.remove((self.title, step))
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(train.Progress, "update", interrupted)
+
+
+def test_results_are_complete(whole: Path) -> None:
+    content = results(whole)
+    assert content["environment"]["torch"] == torch.__version__
+    assert content["environment"]["device"].startswith("CPU")
+    assert content["seed"] == 0
+    assert content["command"].startswith("ampplug demo --data")
+    assert set(content["runs"]) == {"bf16", "ampplug"}
+    for r in content["runs"].values():
+        assert len(r["curve"]) == STEPS
+        assert r["train_loss"] == pytest.approx(sum(r["curve"]) / STEPS)
+        assert r["held_out_curve"][-1] == [STEPS, r["held_out_loss"]]
+        assert r["tokens_per_second"] == pytest.approx(4 * 32 / r["step_seconds"])
+        assert all(math.isfinite(x) for x in r["curve"])
+    losses = {k: r["held_out_loss"] for k, r in content["runs"].items()}
+    assert content["relative_gap_percent"]["held_out_loss"] == pytest.approx(100 * (losses["ampplug"] / losses["bf16"] - 1))
+    assert (whole / "losses.png").stat().st_size > 1000
+
+
+def test_loss_falls_and_the_runs_agree(whole: Path) -> None:
+    bf16, fp8 = (results(whole)["runs"][name]["curve"] for name in ("bf16", "ampplug"))
+    for curve in (bf16, fp8):
+        assert curve[0] == pytest.approx(math.log(256), abs=0.1)  # knows nothing yet
+        assert curve[-1] < curve[0] - 0.8
+    assert fp8[0] == pytest.approx(bf16[0], rel=1e-3)  # the same start on the same batch
+    assert fp8 != bf16  # and yet it is FP8
+    assert fp8 == pytest.approx(bf16, rel=0.02)
+
+
+def test_bytes_are_those_of_the_tensors(whole: Path) -> None:
+    runs = results(whole)["runs"]
+    bf16, fp8 = (runs[name]["bytes_per_parameter"] for name in ("bf16", "ampplug"))
+    assert bf16["parameters"] == bf16["gradients"] == 4.0
+    assert bf16["optimizer state"] == pytest.approx(8.0, abs=0.05)
+    assert bf16["FP8 copies"] == 0
+    count = runs["ampplug"]["parameters"]
+    converted = 4 * 32 * 32 + 2 * 32 * 64
+    assert fp8["parameters"] == fp8["gradients"] == pytest.approx(4 - 2 * converted / count)
+    assert fp8["FP8 copies"] == pytest.approx(2 * converted / count, abs=0.05)
+    # 8-bit moments of all, 16-bit remainders of what is split; alignment is much of so small a model
+    assert 2 + 2 * converted / count < fp8["optimizer state"] < 2.6 + 2 * converted / count
+    for kinds in (bf16, fp8):
+        assert kinds["total"] == pytest.approx(sum(v for k, v in kinds.items() if k != "total"))
+
+
+@pytest.mark.parametrize("when", [[("BF16 AdamW", 3)], [("ampplug O2", 7)], [("BF16 AdamW", STEPS), ("ampplug O2", 1), ("ampplug O2", STEPS)]], ids=str)
+def test_resumed_equals_uninterrupted(
+    text: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], when: list[tuple[str, int]]
+) -> None:
+    interrupt_at(monkeypatch, *when)
+    handler = signal.getsignal(signal.SIGINT)
+    for i, (title, step) in enumerate(when):
+        assert run(text, tmp_path, *(["--resume"] if i else [])) == 130
+        assert signal.getsignal(signal.SIGINT) is handler
+        said = capsys.readouterr().err
+        assert "--resume" in said and str(text) in said
+        phase = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["phase"]
+        assert (phase["mode"], phase["step"]) == ("bf16" if "BF16" in title else "o2", step)
+    assert not (tmp_path / "results.json").exists()
+    torch.manual_seed(12345)  # a new process would not have this one's generator either
+    assert run(text, tmp_path, "--resume") == 0
+    if "ampplug" in when[-1][0]:
+        assert "BF16 AdamW: step" not in capsys.readouterr().out  # finished phases are not run again
+    assert curves(tmp_path) == curves(whole)
+    assert [p.name for p in tmp_path.glob("*.tmp")] == []
+
+
+@pytest.mark.parametrize("level, recipe", [("O1", "delayed"), ("O2", "current")])
+def test_other_levels_resume_too(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str, recipe: str) -> None:
+    more = ["--opt-level", level, "--recipe", recipe]
+    assert run(text, tmp_path / "whole", *more) == 0
+    interrupt_at(monkeypatch, (f"ampplug {level}", 5))
+    assert run(text, tmp_path / "parts", *more) == 130
+    assert run(text, tmp_path / "parts", *more, "--resume") == 0
+    assert curves(tmp_path / "parts") == curves(tmp_path / "whole")
+
+
+def test_resumes_from_a_periodic_checkpoint(text: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = train.save_checkpoint
+
+    def crash(out: Path, content: dict[str, Any]) -> None:
+        save(out, content)
+        if content["phase"] is not None and content["phase"]["mode"] == "o2":
+            raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "save_checkpoint", crash)
+        with pytest.raises(MemoryError):
+            run(text, tmp_path, "--checkpoint-every", "4")
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["phase"]["step"] == 4
+    assert run(text, tmp_path, "--checkpoint-every", "3", "--resume") == 0
+    assert curves(tmp_path) == curves(whole)
+
+
+def test_failed_write_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train.save_checkpoint(tmp_path, {"format": 1, "n": 1})
+
+    def full(content: Any, file: Any) -> None:
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(DemoError, match="No space left on device"):
+        train.save_checkpoint(tmp_path, {"format": 1, "n": 2})
+    assert train.load_checkpoint(tmp_path)["n"] == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint.pt"]
+
+
+def test_resuming_a_finished_run_trains_nothing(text: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    before = curves(whole)
+    monkeypatch.setattr(train.Phase, "run", None)
+    assert run(text, whole, "--resume") == 0
+    assert "held-out loss" in capsys.readouterr().out
+    assert curves(whole) == before
+
+
+def test_resume_names_what_differs(text: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(text, whole, "--resume", "--seed", "5", "--opt-level", "O1") == 2
+    said = capsys.readouterr().err
+    assert "seed was 0 and is now 5" in said and "opt_level was 'O2' and is now 'O1'" in said
+    assert "recipe" not in said and said.count("\n") == 1
+    other = tmp_path / "text"
+    other.write_text("another text " * 1000)
+    assert run(other, whole, "--resume") == 2
+    assert "data was" in capsys.readouterr().err
+
+
+def test_phases_share_start_and_batches(text: Path) -> None:
+    settings = train.make_settings("small", "cpu", steps=2, width=32, layers=1, heads=2, ffn=64, sequence=16, batch=2, seed=4)
+    torch.manual_seed(1)
+    first = train.Phase(settings, "bf16").model.state_dict()
+    torch.manual_seed(2)  # what the first run drew must not matter
+    for mode in ("o1", "o2"):
+        second = train.Phase(settings, mode).model.state_dict()
+        assert list(first) == list(second)
+        assert all(torch.equal(second[k], v.to(second[k].dtype)) for k, v in first.items())
+    other = train.Phase(train.make_settings("small", "cpu", width=32, layers=1, heads=2, ffn=64, sequence=16, seed=5), "bf16").model.state_dict()
+    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+
+
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        (["--preset", "smal"], r"preset 'smal' is none of 'small', '124m', '1b'; did you mean 'small'\?"),
+        (["--opt-level", "O7"], "opt-level 'O7' is none of 'O0', 'O1', 'O2'"),
+        (["--recipe", "delayd"], "recipe.*delayd.*delayed"),
+        (["--device", "tpu"], "device 'tpu'"),
+        (["--device", "meta"], "device 'meta': legal are 'cpu' and 'cuda'"),
+        (["--steps", "0"], "steps is 0; it must be at least 1"),
+        (["--width", "30"], "width is 30; it must be a multiple of twice the 2 heads"),
+        (["--data", "/nowhere/at/all"], "data '/nowhere/at/all' does not exist"),
+        (["--sequence", "100000"], "too small"),
+        (["--out", "/dev/null/out"], "cannot write to '/dev/null/out'"),
+        (["--resume"], "nothing to resume: .* does not exist"),
+    ],
+)
+def test_errors_are_one_line(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], said: str) -> None:
+    import re
+
+    assert run(text, tmp_path, *more) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and err.startswith("ampplug demo: error: ")
+    assert re.search(said, err)
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a checkpoint", b"PK\x03\x04 half of one"])
+def test_damaged_checkpoint(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: bytes) -> None:
+    (tmp_path / "checkpoint.pt").write_bytes(damage)
+    assert run(text, tmp_path, "--resume") == 2
+    err = capsys.readouterr().err
+    assert "cannot read the checkpoint" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("preset", ["124m", "1b"])
+def test_gpu_presets_want_a_gpu(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(DemoError, match=f"preset '{preset}' needs a CUDA device"):
+        train.make_settings(preset)
+    with pytest.raises(DemoError, match="finds no CUDA device"):
+        train.make_settings(preset, "cuda")
+
+
+def test_without_matplotlib_and_tqdm(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert run(text, tmp_path, "--opt-level", "O0") == 0
+    said = capsys.readouterr()
+    assert "matplotlib is not installed" in said.err and said.err.count("\n") == 1  # one line
+    assert "BF16 AdamW: step 10/10" in said.out
+    assert not (tmp_path / "losses.png").exists()
+    both = curves(tmp_path)
+    assert both["bf16"] == both["ampplug"]  # O0 changes nothing
+
+
+@pytest.mark.parametrize("preset, least, most", [("small", 0.4e6, 1e6), ("124m", 80e6, 130e6), ("1b", 0.8e9, 1.2e9)])
+def test_presets_on_the_meta_device(preset: str, least: float, most: float) -> None:
+    with torch.device("meta"):
+        model = build(preset)
+        assert model(torch.zeros(1, 8, dtype=torch.int64)).shape == (1, 8, 256)
+    assert all(p.is_meta for p in model.parameters())
+    assert least < sum(p.numel() for p in model.parameters()) < most
+    assert tuple(SHAPES) == demo.PRESETS
+
+
+def test_model_is_causal() -> None:
+    torch.manual_seed(0)
+    model = build(Shape(width=32, layers=2, heads=2, ffn=64, sequence=16))
+    x = torch.randint(0, 256, (2, 16))
+    y = x.clone()
+    y[:, 9:] = 7
+    a, b = model(x), model(y)
+    torch.testing.assert_close(a[:, :9], b[:, :9], rtol=0, atol=1e-6)
+    assert not torch.allclose(a[:, 9:], b[:, 9:])
+    z = x.clone()
+    z[:, [0, 1]] = x[:, [1, 0]]
+    if not torch.equal(x, z):  # order counts: positions reach the attention
+        assert not torch.allclose(model(z)[:, 9:], a[:, 9:], rtol=0, atol=1e-7)
+
+
+def test_evaluation_is_the_mean_over_all_windows(text: Path) -> None:
+    corpus = data.load(str(text))
+    torch.manual_seed(0)
+    model = build(Shape(width=32, layers=1, heads=2, ffn=64, sequence=32))
+    size = corpus.held_out.numel()
+    got = train.evaluate(model, corpus.held_out, 32, 4, size, torch.device("cpu"))
+    starts = data.evaluation_starts(size, 32, size)
+    x, y = data.windows(corpus.held_out, starts, 32)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        want = torch.nn.functional.cross_entropy(model(x).float().flatten(0, 1), y.flatten()).item()
+    assert got == pytest.approx(want, rel=1e-3)
+    assert model.training

@@ -1,0 +1,278 @@
+"""FP8 Linear layers behave as nn.Linear within FP8 error, whatever they meet."""
+
+import copy
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ampplug
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Norm of the difference over the norm of b."""
+    return ((a.detach().double() - b.detach().double()).norm() / b.detach().double().norm()).item()
+
+
+def pair(model: nn.Module, level: str = "O1", lr: float = 0.0, **settings):
+    """(plain reference, converted model, its optimizer)."""
+    reference = copy.deepcopy(model)
+    cls = torch.optim.AdamW if level == "O2" else torch.optim.SGD
+    return reference, *ampplug.initialize(model, cls(model.parameters(), lr=lr), level, select="all", **settings)
+
+
+def net(*sizes: int, bias: bool = True) -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(i, o, bias=bias) for i, o in zip(sizes, sizes[1:])])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_fp8_is_really_there(level, recipe):
+    """Errors of 1 to 10 % in outputs and 1 to 15 % in gradients, for gradients of any size: FP8 rounding, and no more."""
+    reference, model, optimizer = pair(net(256, 256, 256), level, recipe=recipe)
+    for scale in (1.0, 1e-6):
+        a = torch.randn(64, 256, requires_grad=True)
+        b = a.detach().clone().requires_grad_()
+        g = scale * torch.randn(64, 256)
+        y, z = model(a), reference(b)
+        model.zero_grad(), reference.zero_grad()
+        y.backward(g), z.backward(g)
+        assert 0.01 < relative(y, z) < 0.10 and 0.01 < relative(a.grad, b.grad) < 0.15
+        for p, q in zip(model, reference):
+            assert 0.01 < relative(p.weight.grad, q.weight.grad) < 0.15 and relative(p.bias.grad, q.bias.grad) < 0.12
+
+
+@pytest.mark.parametrize("m,k,n", [(1, 256, 512), (7, 100, 30), (50, 48, 17), (18, 1, 16), (33, 16, 1), (5, 1000, 1), (2, 1, 1)])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_any_size(m, k, n, level):
+    reference, model, optimizer = pair(net(k, n), level, lr=1e-3)
+    for _ in range(3):
+        x, g = torch.randn(m, k), torch.randn(m, n)
+        a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+        y, z = model(a), reference(b)
+        model.zero_grad(), reference.zero_grad()
+        y.backward(g), z.backward(g)
+        assert y.shape == (m, n) and relative(y, z) < 0.12 and relative(a.grad, b.grad) < 0.15
+        assert relative(model[0].weight.grad, reference[0].weight.grad) < 0.15
+        optimizer.step()
+        reference.load_state_dict(ampplug.fp32_state_dict(model))
+
+
+@pytest.mark.parametrize("shape", [(32,), (5, 32), (2, 3, 32), (2, 3, 4, 32), (0, 32), (4, 0, 32)])
+def test_any_rank_and_empty_batches(shape):
+    reference, model, optimizer = pair(net(32, 24))
+    x = torch.randn(shape, requires_grad=True)
+    y = model(x)
+    y.sum().backward()
+    assert y.shape == (*shape[:-1], 24) and x.grad.shape == shape and model[0].weight.grad.shape == (24, 32)
+    if x.numel() == 0:
+        assert not model[0].weight.grad.any() and not model[0].bias.grad.any()
+        optimizer.step()
+        assert not model[0]._ampplug.book.scale.any()  # as if nothing had happened
+    else:
+        assert relative(y, reference(x)) < 0.10
+
+
+@pytest.mark.parametrize("inside", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_output_dtype_is_nn_linears(inside, dtype):
+    reference, model, _ = pair(net(32, 16), "O2")
+    x = torch.randn(8, 32, dtype=dtype, requires_grad=True)
+    with torch.autocast("cpu", dtype=inside or torch.bfloat16, enabled=inside is not None):
+        y = model(x)
+    assert y.dtype == (inside or dtype)
+    y.sum().backward()
+    assert x.grad.dtype == dtype and model[0].weight.grad.dtype == model[0].weight.dtype == torch.bfloat16
+    assert model[0].bias.grad.dtype == torch.float32
+
+
+def test_strided_inputs_and_gradients():
+    reference, model, _ = pair(net(64, 32, bias=False))
+    x = torch.randn(64, 16).t()
+    y, z = model(x), reference(x)
+    y.backward(g := torch.randn(32, 16).t()), z.backward(g)
+    assert relative(y, z) < 0.10 and relative(model[0].weight.grad, reference[0].weight.grad) < 0.15
+    y, z = model(x.expand(3, 16, 64)), reference(x.expand(3, 16, 64))
+    y.sum().backward()  # an expanded gradient has stride 0
+    assert relative(y, z) < 0.10
+
+
+def test_accumulation_keeps_every_micro_batch():
+    reference, model, _ = pair(net(32, 32, bias=False))
+    x, big = torch.randn(16, 32), torch.zeros(16, 32)
+    x[:, 0] = 0
+    big[:, 0] = 500.0
+    for z in [big] + [x] * 64:
+        model(z).sum().backward()
+        reference(z).sum().backward()
+    a, b = model[0].weight.grad, reference[0].weight.grad
+    assert relative(a[:, 0], b[:, 0]) < 0.05 and relative(a[:, 1:], b[:, 1:]) < 0.10
+
+
+@pytest.mark.parametrize("factor", [1e3, 1e-3])
+def test_jumping_ranges(factor):
+    """A range that grows is exact at once: a delayed scale never clips. One that shrinks recovers with the window."""
+    reference, model, optimizer = pair(net(64, 64, bias=False))
+    x = torch.randn(32, 64)
+    for _ in range(20):
+        model(x).sum().backward()
+        optimizer.step()
+    y = model(factor * x)
+    assert relative(y, reference(factor * x)) < (0.10 if factor > 1 else 1.1)
+    for _ in range(17):
+        model(factor * x).sum().backward()
+        optimizer.step()
+    assert relative(model(factor * x), reference(factor * x)) < 0.10
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_changes_nothing(reentrant):
+    runs = []
+    for use in (False, True):
+        torch.manual_seed(0)
+        _, model, optimizer = pair(net(32, 32, 32), "O2", lr=1e-2)
+        log = []
+        for t in range(4):
+            torch.manual_seed(t)
+            x = (10.0**t * torch.randn(16, 32)).requires_grad_()
+            h = checkpoint(model[0], x, use_reentrant=reentrant) if use else model[0](x)
+            loss = model[1](h).square().mean()
+            loss.backward()
+            log += [loss.detach(), model[0].weight.grad.clone(), x.grad]
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append(log)
+    assert all(torch.equal(a, b) for a, b in zip(*runs))
+
+
+def test_evaluation_leaves_no_trace():
+    runs = []
+    for evaluate in (False, True):
+        torch.manual_seed(0)
+        _, model, optimizer = pair(net(32, 32), "O2", lr=1e-2)
+        for t in range(5):
+            torch.manual_seed(t)
+            model(torch.randn(16, 32)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if evaluate:
+                model.eval()
+                with torch.no_grad():
+                    model(torch.randn(16, 32) * 1e4)
+                model.train()
+                with torch.no_grad():
+                    model(torch.randn(16, 32) * 1e4)
+        runs.append((model[0].weight.clone(), model[0]._ampplug.book.scale.clone()))
+    assert all(torch.equal(a, b) for a, b in zip(*runs))
+
+
+def test_frozen_parts():
+    reference, model, optimizer = pair(net(32, 32))
+    model[0].weight.requires_grad_(False)
+    x = torch.randn(8, 32, requires_grad=True)
+    model(x).sum().backward()
+    assert model[0].weight.grad is None and x.grad is not None and model[0].bias.grad is not None
+    model[0].weight.requires_grad_(True)
+    model(x.detach()).sum().backward()
+    assert model[0].weight.grad is not None
+    with torch.no_grad():
+        assert not model(x).requires_grad
+
+
+def test_module_called_twice_and_tied_weights():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+            self.b.weight = self.a.weight
+
+        def forward(self, x):
+            return self.b(self.a(self.a(x)))
+
+    reference, model, optimizer = pair(Twice(), "O2", lr=1e-2)
+    x = torch.randn(16, 32)
+    model(x).square().mean().backward()
+    reference(x).square().mean().backward()
+    assert model.a.weight is model.b.weight and relative(model.a.weight.grad, reference.a.weight.grad) < 0.15
+    optimizer.step()
+    assert len(model.a._ampplug.bank.weights) == 1
+
+
+def test_saved_for_backward_is_fp8():
+    _, model, _ = pair(net(256, 256, bias=False))
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append((t.numel(), t.element_size())) or t, lambda t: t):
+        model(torch.randn(128, 256, requires_grad=True))
+    activations = [size for numel, size in sizes if numel == 128 * 256]
+    assert activations == [1], sizes
+
+
+def test_weight_changed_before_backward_is_an_error():
+    _, model, optimizer = pair(net(32, 32), "O2", lr=1e-2)
+    y = model(torch.randn(4, 32))
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_weights_that_are_not_the_parameter():
+    reference, model, _ = pair(net(32, 32))
+    x = torch.randn(8, 32)
+    other = {k: 3 * v.detach() for k, v in model.state_dict().items()}
+    called = torch.func.functional_call(model, other, (x,))
+    assert relative(called, torch.func.functional_call(reference, other, (x,))) < 0.10
+    torch.nn.utils.parametrize.register_parametrization(model[0], "weight", type("Double", (nn.Module,), {"forward": lambda self, w: 2 * w})())
+    y = model(x)
+    z = nn.functional.linear(x, 2 * reference[0].weight, reference[0].bias)
+    assert relative(y, z) < 0.10
+    y.sum().backward()
+    assert model[0].parametrizations.weight.original.grad is not None
+
+
+def test_conv1d():
+    """Hugging Face's Conv1D keeps its weight [K, N]."""
+
+    class Conv1D(nn.Module):
+        def __init__(self, nf, nx):
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(nx, nf) * 0.1), nn.Parameter(torch.zeros(nf))
+
+        def forward(self, x):
+            return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], -1)
+
+    Conv1D.__module__ = "transformers.pytorch_utils"
+    present = sys.modules.get("transformers.pytorch_utils")
+    if present is None:
+        sys.modules["transformers.pytorch_utils"] = types.ModuleType("transformers.pytorch_utils")
+    try:
+        for level in ("O1", "O2"):
+            reference, model, optimizer = pair(nn.Sequential(Conv1D(24, 40)), level, lr=1e-2)
+            for _ in range(3):
+                a = torch.randn(2, 8, 40, requires_grad=True)
+                b = a.detach().clone().requires_grad_()
+                model.zero_grad(), reference.zero_grad()
+                y, z = model(a), reference(b)
+                y.backward(g := torch.randn(2, 8, 24)), z.backward(g)
+                assert 0.01 < relative(y, z) < 0.10 and relative(a.grad, b.grad) < 0.15
+                assert relative(model[0].weight.grad, reference[0].weight.grad) < 0.15 and model[0].weight.shape == (40, 24)
+                optimizer.step()
+                reference.load_state_dict(ampplug.fp32_state_dict(model))
+    finally:
+        if present is None:
+            del sys.modules["transformers.pytorch_utils"]
+
+
+def test_zero_in_zero_out():
+    _, model, optimizer = pair(net(32, 32), "O2", lr=1e-2)
+    x = torch.randn(16, 32)
+    x[3] = 0
+    for inputs in (torch.zeros(16, 32), x):
+        y = model(inputs)
+        (y * 0).sum().backward()
+        optimizer.step()
+        assert torch.isfinite(y).all() and all(torch.isfinite(p).all() for p in model.parameters())
+    assert torch.allclose(model(torch.zeros(16, 32)), model[0].bias.expand(16, 32), atol=2e-3)
