@@ -20,11 +20,14 @@ class UsageError(Exception):
 
 def _plan(arguments: argparse.Namespace) -> int:
     import ampplug
+    from ampplug.demo.model import SHAPES, build
 
+    if arguments.preset is not None and arguments.preset not in SHAPES:
+        raise UsageError(f"--preset {arguments.preset!r} is not legal; legal are {', '.join(map(repr, SHAPES))}")
     if (arguments.model is None) == (arguments.preset is None):
         raise UsageError("give either a model as module:callable or --preset")
     with torch.device("meta"):
-        model = demo.build_preset(arguments.preset) if arguments.preset else _load(arguments.model)
+        model = build(arguments.preset) if arguments.preset else _load(arguments.model)
     print(ampplug.plan(model, opt_level=arguments.opt_level, recipe=arguments.recipe, select=arguments.select or "auto"))
     return 0
 
@@ -57,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.set_defaults(run=demo.run)
     p = commands.add_parser("plan", help="show what every layer and parameter of a model becomes, and why")
     p.add_argument("model", nargs="?", help="module:callable that returns the model; it is called on the meta device")
-    p.add_argument("--preset", choices=sorted(demo.PRESETS), help="a model of the demo instead")
+    p.add_argument("--preset", help="a model of the demo instead")
     p.add_argument("--opt-level", default="O2", choices=LEVELS)
     p.add_argument("--recipe", default="delayed", choices=RECIPES)
     p.add_argument("--select", nargs="*", help="name patterns of the layers to convert; default: where FP8 pays")

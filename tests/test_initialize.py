@@ -88,7 +88,7 @@ REFUSED = [
     (lambda: (m := net(8, 8), adamw(m)), {"use_te": True}, ValueError, "Transformer Engine.*'native'"),
     (lambda: (m := net(8, 8), adamw(m)), {"histroy": 3}, ValueError, "histroy.*history"),
     (lambda: (m := net(8, 8), adamw(m)), {"config": {"recipe": "delayed"}, "recipe": "current"}, ValueError, "recipe.*both"),
-    (lambda: (m := net(8, 8), "adam"), {}, TypeError, "optimizer is a str"),
+    (lambda: (net(8, 8), "adam"), {}, TypeError, "optimizer is a str"),
     (lambda: ("model", None), {}, TypeError, "model is a str"),
 ]
 

@@ -32,9 +32,7 @@ class Corpus:
         """DemoError unless both parts hold at least one window of `sequence` bytes and the byte after it."""
         for part, data in (("training", self.train), ("held-out", self.held_out)):
             if data.numel() < sequence + 1:
-                raise DemoError(
-                    f"data {self.name!r} is too small: its {part} part has {data.numel()} bytes, a sequence of {sequence} needs {sequence + 1}"
-                )
+                raise DemoError(f"data {self.name!r} is too small: its {part} part has {data.numel()} bytes, a sequence of {sequence} needs {sequence + 1}")
 
 
 def load(path: str | None) -> Corpus:

@@ -43,7 +43,7 @@ def environment(device: str) -> dict[str, Any]:
     triton = sys.modules.get("triton")
     return {
         "ampplug": ampplug.__version__,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "triton": getattr(triton, "__version__", None),
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)",

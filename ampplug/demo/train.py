@@ -7,6 +7,7 @@ import difflib
 import math
 import os
 import shlex
+import shutil
 import signal
 import statistics
 import sys
@@ -66,7 +67,7 @@ class Settings:
 
 # The GPU presets leave the choice of layers to ampplug; small ones would get none on a GPU, where FP8 does not pay at such sizes.
 _PRESETS: dict[str, dict[str, Any]] = {
-    "small": dict(batch=8, steps=300, learning_rate=3e-3, warmup=30, eval_bytes=64 * 1024, evaluations=2, select="blocks.*"),
+    "small": dict(batch=8, steps=250, learning_rate=3e-3, warmup=25, eval_bytes=64 * 1024, evaluations=2, select="blocks.*"),
     "124m": dict(batch=16, steps=2000, learning_rate=6e-4, warmup=100, eval_bytes=1 << 20, evaluations=4, select="auto"),
     "1b": dict(batch=8, steps=1000, learning_rate=3e-4, warmup=100, eval_bytes=1 << 20, evaluations=4, select="auto"),
 }
@@ -340,7 +341,8 @@ class Progress:
                 from tqdm import tqdm
             except ImportError:
                 return
-            self._bar = tqdm(total=total, initial=done, desc=title, unit="step")
+            size = shutil.get_terminal_size()  # tqdm shows nothing on terminals that do not know their size
+            self._bar = tqdm(total=total, initial=done, desc=title, unit="step", ncols=size.columns, nrows=size.lines)
 
     def update(self, step: int, loss: float, rate: float) -> None:
         """After `step` steps: the last loss, and tokens a second."""
@@ -423,7 +425,7 @@ def demo(arguments: argparse.Namespace) -> int:
     )
 
     def save(phase: dict[str, Any] | None) -> None:
-        save_checkpoint(out, {"format": 1, "torch": torch.__version__, "settings": identity, "finished": finished, "phase": phase})
+        save_checkpoint(out, {"format": 1, "torch": str(torch.__version__), "settings": identity, "finished": finished, "phase": phase})
 
     every = max(1, settings.steps // 4) if arguments.checkpoint_every is None else arguments.checkpoint_every
     try:
@@ -471,7 +473,7 @@ def load_checkpoint(out: Path) -> dict[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises a dozen kinds for a damaged file
-        raise DemoError(f"cannot read the checkpoint {str(path)!r}: {str(error).splitlines()[0]}") from error
+        raise DemoError(f"cannot read the checkpoint {str(path)!r}: {(str(error) or type(error).__name__).splitlines()[0]}") from error
     if not isinstance(content, dict) or content.get("format") != 1:
         raise DemoError(f"{str(path)!r} is no checkpoint of this demo")
     return content
