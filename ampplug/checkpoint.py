@@ -16,6 +16,12 @@ from ampplug.storage import WeightBank
 
 def add_scales_to_state(optimizer: torch.optim.Optimizer, book: ScaleBook | None) -> None:
     """O1: the optimizer's state_dict carries the model's scales under "ampplug", and takes them from there. Other optimizers ignore the key."""
+
+    def refuse(_: Any, state_dict: dict[str, Any]) -> None:
+        if any("ratio_limit" in saved for saved in state_dict["state"].values()):
+            raise ValueError("state_dict: it is that of an O2 run, with 8-bit moments; save ampplug.torch_state_dict(optimizer) there to go on at O1")
+
+    optimizer.register_load_state_dict_pre_hook(refuse)
     if book is None:
         return
 

@@ -69,4 +69,6 @@ def convert_layers(model: nn.Module, plan: Plan, device: torch.device) -> tuple[
         # torch's fused inference path would use the FP8 layers' parameters behind their back; this is its documented off switch
         if isinstance(module, nn.TransformerEncoderLayer) and any(isinstance(m, Linear) for m in module.children()):
             module.activation_relu_or_gelu = 0
+        if isinstance(module, nn.TransformerEncoder) and any(isinstance(m, Linear) for m in module.modules()):
+            module.use_nested_tensor = False  # made for that path alone
     return bank, book

@@ -16,7 +16,7 @@ from ampplug.convert import convert_layers, split_parameters
 from ampplug.distributed.replicas import Replicas
 from ampplug.kernels.triton_runtime import on_gpu
 from ampplug.optim.adamw import LOW_BIT
-from ampplug.optim.base import LowBitOptimizer, check_group, check_parameter
+from ampplug.optim.base import LowBitOptimizer, check_group, check_moments, check_parameter
 from ampplug.planning import Plan, make_plan
 from ampplug.scaling import ScaleBook
 from ampplug.storage import WeightBank
@@ -175,6 +175,7 @@ def _check(model: Any, optimizers: list[Any], config: Config) -> None:
                 if id(p) in listed:
                     raise ValueError(f"parameter {names.get(id(p), '(not in the model)')!r} is in more than one optimizer; O2 keeps one state for it")
                 listed.add(id(p))
+                check_moments(o.state.get(p) or {}, p, f"optimizer: the state of {names.get(id(p), '(not in the model)')!r}")
 
 
 def _check_wrapper(model: nn.Module, plan: Plan) -> None:

@@ -38,10 +38,10 @@ class ScaleBook:
         self.device = device
         self.margin = margin
         self.power_of_two = power_of_two
-        self.amax = torch.zeros(n, device=device)
-        self.history = torch.zeros(n, history, device=device)
+        self.amax = torch.zeros(n, dtype=torch.float32, device=device)  # whatever the user's default dtype is
+        self.history = torch.zeros(n, history, dtype=torch.float32, device=device)
         self.position = torch.zeros(n, dtype=torch.int32, device=device)
-        self.scale = torch.zeros(n, device=device)
+        self.scale = torch.zeros(n, dtype=torch.float32, device=device)
         self.scratch = torch.zeros(n, 2, dtype=torch.int32, device=device)  # of casts under way
         self.fp8_max = torch.tensor(list(fp8_max), dtype=torch.float32).to(device)
         self._make_views()

@@ -149,7 +149,7 @@ def _summary(out: Path) -> int:
         "runs": rows,
         "mean_gap_percent": {mode: statistics.fmean(g) for mode, g in gaps.items() if g},
         "mean_gap_percent_all": statistics.fmean(every) if every else None,
-        "largest_gap_percent": max(every) if every else None,
+        "largest_gap_percent": max(every, key=abs) if every else None,
         "settings": {**first["settings"], "seed": None},
         "corpus": first["corpus"],
         "evaluated_bytes": first["evaluated_bytes"],
@@ -195,7 +195,7 @@ def main() -> int:
     parser.add_argument("--data", metavar="PATH", help="default: the Python standard library's sources")
     parser.add_argument("--eval-bytes", type=int, default=1 << 20, help="held-out bytes of each evaluation; default 1 MiB")
     parser.add_argument("--recipe", default="delayed")
-    parser.add_argument("--select", default="auto", help="auto, all, or name patterns with commas between, as blocks.*")
+    parser.add_argument("--select", default="blocks.*", help="which layers go FP8; auto leaves 768 x 768 ones out; auto, all, or patterns with commas between, as blocks.*")
     parser.add_argument("--device")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="no new run starts later than this")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once")

@@ -73,7 +73,7 @@ def cast(
 def reference_amax(x: Tensor) -> Tensor:
     """`partial_amax` in plain torch; NaN counts as the largest value of all."""
     if x.numel() == 0:
-        return torch.zeros(1, device=x.device)
+        return torch.zeros(1, dtype=torch.float32, device=x.device)
     low, high = torch.aminmax(x)
     return torch.maximum(low.abs(), high.abs()).float().reshape(1)
 

@@ -22,7 +22,7 @@ MAX_PROGRAMS = 2048
 
 def reference_norm(grads: list[Tensor], max_norm: float, previous: Tensor | None) -> tuple[Tensor, Tensor]:
     """(norm, coefficient), fp32 [1] each. `previous`: coefficient already in force for these gradients, fp32 [1]."""
-    total = torch.zeros(1, device=grads[0].device if grads else None)
+    total = torch.zeros(1, dtype=torch.float32, device=grads[0].device if grads else None)
     for g in grads:
         total += g.float().square().sum()
     norm = total.sqrt() if previous is None else total.sqrt() * previous

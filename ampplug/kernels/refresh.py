@@ -25,7 +25,7 @@ def reference_refresh(
     value: Tensor, w8: Tensor, next_amax: Tensor, scale: Tensor, scale_inv: Tensor, keep_scale: bool, power_of_two: bool
 ) -> None:
     """One weight: value fp32 [rows, cols] (the master where there is one); w8 [rows, cols] view; the rest fp32 [1]."""
-    amax = value.abs().amax().reshape(1) if value.numel() else torch.zeros(1)
+    amax = value.abs().amax().reshape(1) if value.numel() else torch.zeros(1, dtype=torch.float32)
     new = formats.scale_from_amax(amax, torch.ones_like(amax), formats.E4M3_MAX, 0, power_of_two)
     if keep_scale:
         new = torch.where((scale > 0) & (amax * scale <= formats.E4M3_MAX), scale, new)

@@ -155,15 +155,18 @@ class _Fp8Linear(torch.autograd.Function):
         need_weight = ctx.needs_input_grad[1]
         x8, x8t, x_inv = _quantize(matrix, call, call.state.x_slot, formats.E4M3, True, need_weight)
         y = scaled_mm(x8, call.operand.forward, x_inv, call.operand.scale_inv, call.out_dtype, fast=True)
+        # no view may be returned: in-place operations may follow, which autograd forbids on views made in here
         if y.shape[1] != call.n:
-            y = y[:, : call.n]
+            y = y[:, : call.n] if bias is not None else y[:, : call.n].clone(memory_format=torch.contiguous_format)
         if bias is not None:
             y = y + bias.to(y.dtype)
+        if x.dim() != 2:
+            y = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], call.n))
         # the weight itself is saved only so that autograd notices if it is changed before backward
         ctx.save_for_backward(x8t, x_inv, weight)
         ctx.call = call
         ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
-        return y.reshape(*x.shape[:-1], call.n)
+        return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -194,6 +197,8 @@ class _Fp8Linear(torch.autograd.Function):
 @torch.compiler.disable  # compiled models break their graph here: slower than they could be, but never with stale weights
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: LinearState, training: bool) -> Tensor:
     """x [..., K] -> [..., N]. Output dtype as nn.Linear's: autocast's inside autocast, else x's."""
+    if x.is_nested or not x.is_floating_point() or torch._C._are_functorch_transforms_active():
+        return _without_kernels(x, weight, bias, state)
     kind = x.device.type
     out_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     k, n = (weight.shape[0], weight.shape[1]) if state.transposed else (weight.shape[1], weight.shape[0])
@@ -216,6 +221,24 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: LinearStat
     return _Fp8Linear.apply(x, weight, bias, call)
 
 
+def _without_kernels(x: Tensor, weight: Tensor, bias: Tensor | None, state: LinearState) -> Tensor:
+    """What kernels cannot take. Nested tensors stay in high precision; within torch.func's transforms, FP8 rounding in plain torch, whose gradient
+    passes through; integers get torch's own error."""
+    matrix = weight.t() if state.transposed else weight
+    if not x.is_floating_point():
+        return nn.functional.linear(x, matrix, bias)
+    bias = None if bias is None else bias.to(x.dtype)
+    if x.is_nested:
+        return nn.functional.linear(x, matrix.to(x.dtype), bias)
+
+    def rounded(t: Tensor) -> Tensor:
+        value = t.detach().float()
+        scale = formats.scale_from_amax(value.abs().amax(), torch.ones((), dtype=torch.float32, device=t.device), formats.E4M3_MAX, 0, state.bank.power_of_two)
+        return t + ((value * scale).clamp(-formats.E4M3_MAX, formats.E4M3_MAX).to(formats.E4M3).float() / scale - value).to(t.dtype)
+
+    return nn.functional.linear(rounded(x), rounded(matrix).to(x.dtype), bias)
+
+
 class _Converted:
     """What both converted layers share."""
 
@@ -233,6 +256,9 @@ class _Converted:
 
 class Linear(_Converted, nn.Linear):
     """An `nn.Linear` that computes in FP8. Made by `ampplug.initialize`, in place: the module and its parameters stay the same objects."""
+
+    def forward(self, input: Tensor) -> Tensor:  # named as nn.Linear's
+        return fp8_linear(input, self.weight, self.bias, self._ampplug, self.training)
 
 
 def conv1d_class(base: type) -> type:

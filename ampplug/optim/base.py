@@ -47,6 +47,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         self._bank, self._book, self._replicas = bank, book, replicas
         self._low_bit = AdamState(device, seed, power_of_two)
         self._weights: dict[int, Weight] = {id(w.param): w for w in bank.weights}
+        self._clipped_gradient: tuple[Tensor, Tensor, int] | None = None  # (parameter, gradient, version) of one that waits to be clipped
         self._patch_step_function()
         self._make_state(remainders)
 
@@ -87,8 +88,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
             param_group = {**param_group, "params": params}
             for p in params:
                 check_parameter(p[1] if isinstance(p, tuple) else p)
+            check_group({**self.defaults, **param_group}, type(self).__name__)
             super().add_param_group(param_group)
-            check_group(self.param_groups[-1], type(self).__name__)
             self._make_state()
         else:
             super().add_param_group(param_group)
@@ -133,6 +134,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         for g in self.param_groups:
             check_group(g, type(self).__name__)
         active = self._active()
+        self._forget_old_clip()
         if self._replicas.agree(self._fingerprint(), [*self._low_bit.arenas, self._bank._numbers]):
             self._bank.refresh(keep_scale=True)
         if not active:
@@ -169,6 +171,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; a clip coefficient that waits for the step is dropped with the gradients it was for."""
         self._low_bit.clipped = False
+        self._clipped_gradient = None
         super().zero_grad(set_to_none=set_to_none)
 
     @torch.no_grad()
@@ -177,7 +180,19 @@ class LowBitOptimizer(torch.optim.Optimizer):
 
         A norm that is not finite makes the next step change nothing.
         """
-        return self._low_bit.measure_norm(self._active(), float(max_norm))
+        active = self._active()
+        if self._clipped_gradient is not None and self._clipped_gradient[1]._version != self._clipped_gradient[2]:
+            self._low_bit.clipped = False  # edited since, or zeroed and computed anew: the new norm says all
+        self._forget_old_clip()
+        norm = self._low_bit.measure_norm(active, float(max_norm))
+        self._clipped_gradient = next(((r.param, r.param.grad, r.param.grad._version) for r, _, _ in active if r.param.grad is not None), None)
+        return norm
+
+    def _forget_old_clip(self) -> None:
+        """A clip coefficient goes with its gradients, whoever dropped them: `model.zero_grad()`, `p.grad = None`."""
+        if self._clipped_gradient is not None and self._clipped_gradient[0].grad is not self._clipped_gradient[1]:
+            self._low_bit.clipped = False
+        self._clipped_gradient = None
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -208,6 +223,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
         sizes, saved_sizes = [len(g["params"]) for g in self.param_groups], [len(g["params"]) for g in saved_groups]
         if sizes != saved_sizes:
             raise ValueError(f"state_dict: its parameter groups have {saved_sizes} parameters, this optimizer's have {sizes}")
+        for saved_group in saved_groups:
+            check_group({**self.defaults, **saved_group}, "state_dict: " + type(self).__name__)
         self._make_state()
         params = list(self._parameters())
         saved_ids = list(chain.from_iterable(g["params"] for g in saved_groups))
@@ -217,8 +234,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
             record = self._low_bit.records.get(id(p))
             if record is None:  # frozen here, whatever it was there
                 continue
-            if saved and saved["exp_avg"].shape != p.shape:
-                raise ValueError(f"state_dict: parameter {i} has moments of shape {list(saved['exp_avg'].shape)}, the model's has {list(p.shape)}")
+            check_moments(saved, p, f"state_dict: parameter {i}")
             plan.append((record, saved))
         for record, saved in plan:
             _load_record(record, saved, self._low_bit.seed)
@@ -226,19 +242,22 @@ class LowBitOptimizer(torch.optim.Optimizer):
             params_here = g["params"]
             g.update({k: v for k, v in saved_group.items() if k != "params"})
             g["params"] = params_here
+            if isinstance(self, torch.optim.AdamW):  # as torch's own: Adam's state does not make it an Adam
+                g["decoupled_weight_decay"] = True
         own = state_dict.get("ampplug")
-        if own is not None:
+        if own is not None and self._book is not None and own["book"] is not None:
+            self._book.load_state_dict(own["book"])
+        from_o2 = own is not None and "weights" in own  # O1's has the scales of inputs and output gradients alone
+        if own is not None and from_o2:
             self._low_bit.seed = own["seed"]
-            if self._book is not None and own["book"] is not None:
-                self._book.load_state_dict(own["book"])
             where = {name: i for i, name in enumerate(own["weights"]["names"])}
             for w in self._bank.weights:
                 if w.name in where:
                     w.amax.copy_(own["weights"]["amax"][where[w.name]])
                     w.scale.copy_(own["weights"]["scale"][where[w.name]])
         for record, _ in plan:
-            record.master.restored = own is not None
-        self._bank.refresh(keep_scale=own is not None)
+            record.master.restored = from_o2
+        self._bank.refresh(keep_scale=from_o2)
         self._low_bit.clipped = False
         self._show_state()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -248,6 +267,9 @@ class LowBitOptimizer(torch.optim.Optimizer):
         raise TypeError(
             "ampplug: an optimizer at O2 cannot be deep-copied (it is bound to the model's FP8 weights); build a second one and load the state_dict"
         )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("ampplug: an optimizer at O2 cannot be pickled (it is bound to the model's FP8 weights); save its state_dict")
 
 
 def _load_record(record: Record, saved: dict[str, Any], seed: int) -> None:
@@ -310,6 +332,17 @@ def check_parameter(p: Tensor, name: str = "") -> None:
     if p.dtype not in (torch.float32, torch.bfloat16):
         what = f"parameter {name!r}" if name else f"a parameter of shape {list(p.shape)}"
         raise ValueError(f"{what} is {p.dtype}; O2 takes torch.float32 and torch.bfloat16 (O1 takes any, with any optimizer)")
+
+
+def check_moments(saved: dict[str, Any], p: Tensor, what: str) -> None:
+    """ValueError unless `saved` is nothing, or the state of an Adam or AdamW for this parameter."""
+    if not saved:
+        return
+    if not {"step", "exp_avg", "exp_avg_sq"} <= set(saved):
+        raise ValueError(f"{what} has {', '.join(map(repr, saved))}, which is not the state of an Adam or AdamW")
+    for name in ("exp_avg", "exp_avg_sq"):
+        if saved[name].shape != p.shape:
+            raise ValueError(f"{what} has {name} of shape {list(saved[name].shape)}, the model's has {list(p.shape)}")
 
 
 def check_group(group: dict[str, Any], what: str) -> None:

@@ -51,16 +51,16 @@ class AdamState:
         self.records: dict[int, Record] = {}  # by id of the parameter, which the record keeps alive
         self._segments: list[_Segment] = []
         self.steps = torch.zeros(0, dtype=torch.int32, device=device)
-        self.limits = torch.zeros(0, device=device)
+        self.limits = torch.zeros(0, dtype=torch.float32, device=device)
         self._hyper: Tensor | None = None
         self._hyper_values: Any = None
         self._table_key: Any = None
         self._table: Tensor | None = None
         self._chunks: Tensor | None = None
         self._owned_by_graphs: list[Any] = []
-        self.clip = torch.ones(1, device=device)
+        self.clip = torch.ones(1, dtype=torch.float32, device=device)
         self.clipped = False  # a coefficient waits in `clip`
-        self._partials = torch.zeros(MAX_PROGRAMS, device=device)
+        self._partials = torch.zeros(MAX_PROGRAMS, dtype=torch.float32, device=device)
         self._counter = torch.zeros(1, dtype=torch.int32, device=device)
 
     def add(self, parameters: Sequence[tuple[Tensor, Tensor | None, Weight | None]], limit: float) -> list[Record]:
@@ -90,7 +90,7 @@ class AdamState:
         n = len(self.records)
         steps, limits = self.steps, self.limits
         self.steps = torch.zeros(n, dtype=torch.int32, device=self.device)
-        self.limits = torch.full((n,), limit, device=self.device)
+        self.limits = torch.full((n,), limit, dtype=torch.float32, device=self.device)
         self.steps[:first], self.limits[:first] = steps, limits
         self._bind()
         return added
@@ -213,7 +213,7 @@ class AdamState:
 
     def measure_norm(self, active: Sequence[tuple[Record, Tensor | None, int]], max_norm: float) -> Tensor:
         """Norm of the gradients, fp32 []; the clip coefficient waits in `clip` for the step."""
-        norm = torch.empty(1, device=self.device)  # the caller's to keep
+        norm = torch.empty(1, dtype=torch.float32, device=self.device)  # the caller's to keep
         if on_gpu(self.device):
             table, chunks = self.set_table(active)
             triton_norm(table, chunks, self._partials, self._counter, norm, self.clip, max_norm, self.clipped)

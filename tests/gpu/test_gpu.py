@@ -205,6 +205,7 @@ def test_no_synchronisation():
             scheduler.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert optimizer.state[model[0].weight]["step"].item() == 6  # and the steps were taken
 
 
 def test_just_in_time_until_the_first_update_survives_skipped_steps():
