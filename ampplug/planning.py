@@ -181,7 +181,8 @@ def make_plan(model: nn.Module, optimizer_parameters: Iterable[Tensor] | None, c
         fp8 = any(id(m) in fp8_layers and m._parameters.get("weight") is p for _, m in holders)
         others = [n or "(root)" for n, m in holders if not (id(m) in fp8_layers and m._parameters.get("weight") is p)]
         after, becomes, why = p.dtype, "as it is", "no FP8 layer uses it" if not fp8 else "the layer's own; W8 is refreshed after each step"
-        is_stepped = id(p) in stepped and config.opt_level == "O2"
+        # a frozen parameter in the optimizer is not touched; if it is unfrozen later, it is its own fp32 master
+        is_stepped = id(p) in stepped and config.opt_level == "O2" and (p.requires_grad or p.grad is not None)
         if is_stepped and p.dtype in (torch.float32, torch.bfloat16):
             if p.dtype == torch.bfloat16:
                 becomes, why = "split master", "bf16 plus a 16-bit remainder"

@@ -2,6 +2,8 @@
 
 import copy
 import io
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -157,3 +159,231 @@ def test_copies_pickles_and_averages(level):
     assert torch.equal(loaded(x), model(x)) and file.getbuffer().nbytes < 200_000
     with pytest.raises(TypeError, match="deep-copied"):
         copy.deepcopy(start(net())[1])
+
+
+@pytest.mark.parametrize("settings", [{"recipe": "current"}, {"history": 4, "margin": 1}, {"power_of_two": True, "seed": 7}], ids=str)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_resume_under_every_recipe(level, settings):
+    def build(seed):
+        model = net(seed)
+        return ampplug.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), level, **settings)
+
+    model, optimizer = build(0)
+    train(model, optimizer, range(6))
+    saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    wanted = train(model, optimizer, range(6, 10))
+    again, again_optimizer = build(5)
+    again_optimizer.load_state_dict(saved["optimizer"])
+    again.load_state_dict(saved["model"])
+    assert train(again, again_optimizer, range(6, 10)) == wanted
+
+
+def test_resume_with_schedule_scaler_groups_and_clip():
+    """A whole training script's state, before the first step and after some."""
+
+    def build(seed):
+        model = net(seed)
+        groups = [{"params": [p for p in model.parameters() if p.dim() > 1]}, {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
+        model, optimizer = ampplug.initialize(model, torch.optim.AdamW(groups, lr=1e-2))
+        return model, optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=20), torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=3)
+
+    def run(model, optimizer, schedule, scaler, steps):
+        losses = []
+        for t in steps:
+            torch.manual_seed(t)
+            loss = (model(torch.randn(16, 32)) * 4).square().mean()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            ampplug.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer), scaler.update(), schedule.step(), optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    for stop in (0, 1, 7):
+        run_one = build(0)
+        run(*run_one, range(stop))
+        saved = through_a_file([x.state_dict() for x in run_one])
+        wanted = run(*run_one, range(stop, 12))
+        other = build(9)
+        for x, state in zip(other, saved):
+            x.load_state_dict(state)
+        assert run(*other, range(stop, 12)) == wanted and len(set(wanted)) == len(wanted)
+
+
+@pytest.mark.parametrize("model_first", [True, False])
+def test_o1_run_goes_on_at_o2(model_first):
+    """Weights exactly, both halves; moments and scales as they were."""
+    model, optimizer = start(net(), "O1")
+    train(model, optimizer, range(10))
+    saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    again, again_optimizer = start(net(5))
+    steps = [lambda: again.load_state_dict(saved["model"]), lambda: again_optimizer.load_state_dict(saved["optimizer"])]
+    for step in steps if model_first else steps[::-1]:
+        step()
+    for name, value in ampplug.fp32_state_dict(again).items():
+        assert torch.equal(value, saved["model"][name]), name
+    assert torch.equal(again[0]._ampplug.book.scale, model[0]._ampplug.book.scale) and again_optimizer.state[again[0].weight]["step"].item() == 10
+    assert train(again, again_optimizer, range(10, 16)) == pytest.approx(train(model, optimizer, range(10, 16)), rel=0.05)
+
+
+def test_o2_run_goes_on_at_o1():
+    """The 8-bit state is refused there, before anything is changed; torch_state_dict goes in."""
+    model, optimizer = start(net())
+    train(model, optimizer, range(10))
+    for settings in ({}, {"recipe": "current"}):
+        again = net(5)
+        again, again_optimizer = ampplug.initialize(again, torch.optim.AdamW(again.parameters(), lr=3e-2), "O1", **settings)
+        with pytest.raises(ValueError, match="torch_state_dict"):
+            again_optimizer.load_state_dict(optimizer.state_dict())
+        assert again_optimizer.param_groups[0]["lr"] == 3e-2 and not again_optimizer.state
+        again.load_state_dict(ampplug.fp32_state_dict(model))
+        again_optimizer.load_state_dict(through_a_file(ampplug.torch_state_dict(optimizer)))
+        start_of_both = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        assert train(again, again_optimizer, range(10, 14)) == pytest.approx(train(model, optimizer, range(10, 14)), rel=0.05)
+        model.load_state_dict(start_of_both[0])
+        optimizer.load_state_dict(start_of_both[1])
+
+
+def test_states_of_other_optimizers():
+    """Adam's state into AdamW, as in torch, stays AdamW; SGD's is refused by name, whole."""
+    plain = net()
+    adam = torch.optim.Adam(plain.parameters(), lr=1e-3, weight_decay=0.1)
+    train(plain, adam, range(2))
+    exact = torch.optim.AdamW(net().parameters())
+    exact.load_state_dict(copy.deepcopy(adam.state_dict()))
+    model, optimizer = start(net())
+    optimizer.load_state_dict(copy.deepcopy(adam.state_dict()))
+    for key in ("lr", "weight_decay", "decoupled_weight_decay", "betas"):
+        assert optimizer.param_groups[0][key] == exact.param_groups[0][key], key
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    train(plain, sgd, range(2))
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    with pytest.raises(ValueError, match="'momentum_buffer'.*Adam"):
+        optimizer.load_state_dict(sgd.state_dict())
+    assert all(torch.equal(v, optimizer.state_dict()["state"][i][k]) for i, s in before.items() for k, v in s.items())
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+
+
+def test_a_broken_state_is_refused_by_initialize():
+    """An optimizer that was trained, and whose state is not Adam's: nothing is changed."""
+    for broken, words in (({"step": torch.tensor(1.0)}, "'step'"), ({"step": torch.tensor(1.0), "exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(2)}, "shape")):
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer.state[model[0].weight] = broken
+        with pytest.raises(ValueError, match=f"'0.weight'.*{words}"):
+            ampplug.initialize(model, optimizer)
+        assert type(model[0]) is nn.Linear and type(optimizer) is torch.optim.AdamW and model[0].weight.dtype == torch.float32
+
+
+def test_fp32_state_dict_is_exact():
+    """It is the master to the last bit: bf16 half and remainder joined; what is not split comes as it is; the model goes on undisturbed."""
+    model, optimizer = start(net())
+    train(model, optimizer, range(5))
+    values = ampplug.fp32_state_dict(model)
+    assert list(values) == list(model.state_dict()) and all(v.dtype == torch.float32 for v in values.values())
+    for name, p in model.named_parameters():
+        state = optimizer.state[p]
+        if p.dtype == torch.bfloat16:
+            joined = ((p.detach().view(torch.int16).int() << 16) + state["master_low"].int()).view(torch.float32)
+            assert torch.equal(values[name], joined) and state["master_low"].any() and torch.equal(values[name].bfloat16(), p)
+        else:
+            assert torch.equal(values[name], p) and values[name].data_ptr() != p.data_ptr()
+    again, _ = start(net(5))
+    again.load_state_dict(values)
+    assert all(torch.equal(v, values[k]) for k, v in ampplug.fp32_state_dict(again).items())
+    # a model that was never converted gives its own values
+    assert all(torch.equal(v, w) for v, w in zip(ampplug.fp32_state_dict(net()).values(), net().state_dict().values()))
+
+
+def test_partial_and_wrong_model_states():
+    """strict=False fills what is there; a wrong shape is torch's error and leaves no half-loaded remainder for later."""
+    model, optimizer = start(net())
+    train(model, optimizer, range(3))
+    before = ampplug.fp32_state_dict(model)
+    value = torch.randn(64, 32)
+    model.load_state_dict({"0.weight": value}, strict=False)
+    after = ampplug.fp32_state_dict(model)
+    assert torch.equal(after["0.weight"], value) and torch.equal(after["2.weight"], before["2.weight"])
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict({**before, "2.weight": torch.zeros(3, 3)})
+    assert torch.equal(ampplug.fp32_state_dict(model)["0.weight"], before["0.weight"])
+    assert torch.equal(ampplug.fp32_state_dict(model)["2.weight"], before["2.weight"])
+
+
+def test_a_frozen_parameter_and_a_late_group_resume():
+    def build(seed):
+        model, late = net(seed), nn.Parameter(torch.ones(7))
+        model[2].weight.requires_grad_(False)
+        model, optimizer = start(model)
+        optimizer.add_param_group({"params": [late], "lr": 1e-3})
+        return model, optimizer, late
+
+    model, optimizer, late = build(0)
+    late.grad = torch.ones(7)
+    train(model, optimizer, range(3))
+    saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    again, again_optimizer, again_late = build(4)
+    again_late.data.copy_(late.data)
+    again.load_state_dict(saved["model"])
+    again_optimizer.load_state_dict(saved["optimizer"])
+    for m, o, p in ((model, optimizer, late), (again, again_optimizer, again_late)):
+        m[2].weight.requires_grad_(True)
+        p.grad = torch.ones(7)
+        train(m, o, range(3, 6))
+    assert torch.equal(late, again_late) and late[0] < 1
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_copy_trains_on_its_own(level):
+    """With an optimizer of torch's, without one of ours, and without touching the original."""
+    model, optimizer = start(net(), level)
+    train(model, optimizer, range(3))
+    kept = copy.deepcopy((model.state_dict(), model[0]._ampplug.book.scale, model[0]._ampplug.book.amax))
+    copied = copy.deepcopy(model).float()
+    x = torch.randn(16, 32)
+    before = copied(x).detach()
+    train(copied, torch.optim.SGD(copied.parameters(), lr=0.1), range(4))
+    assert (copied(x) - before).norm() / before.norm() > 0.01
+    exact = net().float()
+    exact.load_state_dict(copied.state_dict())
+    assert (copied(x) - exact(x)).norm() / exact(x).norm() < 0.10
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), kept[0].values()))
+    assert torch.equal(model[0]._ampplug.book.scale, kept[1]) and torch.equal(model[0]._ampplug.book.amax, kept[2])
+
+
+def test_a_pickled_model_loads_in_a_fresh_process(tmp_path):
+    model, optimizer = start(net())
+    train(model, optimizer, range(3))
+    x = torch.randn(16, 32)
+    torch.save({"model": model, "x": x, "y": model.eval()(x).detach()}, tmp_path / "model.pt")
+    code = (
+        "import sys, torch; c = torch.load(sys.argv[1], weights_only=False); m = c['model'];"
+        "assert torch.equal(m(c['x']), c['y']); m.train(); m(c['x']).sum().backward(); assert m[0].weight.grad is not None; print('fine')"
+    )
+    run = subprocess.run([sys.executable, "-c", code, str(tmp_path / "model.pt")], capture_output=True, text=True)
+    assert run.stdout.strip() == "fine", run.stderr
+
+
+def test_tied_weights_keep_their_keys():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.e, self.a, self.b = nn.Embedding(32, 32), nn.Linear(32, 32), nn.Linear(32, 32, bias=False)
+            self.b.weight = self.a.weight
+
+        def forward(self, i):
+            return self.b(self.a(self.e(i)))
+
+    model = Tied()
+    names = list(model.state_dict())
+    model, optimizer = start(model)
+    model(torch.arange(8)).square().sum().backward()
+    optimizer.step()
+    values = ampplug.fp32_state_dict(model)
+    assert list(model.state_dict()) == list(values) == names and torch.equal(values["a.weight"], values["b.weight"])
+    plain = Tied()
+    plain.load_state_dict(values)
+    again, _ = start(Tied())
+    again.load_state_dict(plain.state_dict())
+    assert torch.equal(ampplug.fp32_state_dict(again)["b.weight"], values["a.weight"]) and again.a.weight is again.b.weight
