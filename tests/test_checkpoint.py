@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 import subprocess
 import sys
 
@@ -157,6 +158,7 @@ def test_copies_pickles_and_averages(level):
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
     assert torch.equal(loaded(x), model(x)) and file.getbuffer().nbytes < 200_000
+    assert torch.equal(pickle.loads(pickle.dumps(model[2]))(torch.ones(2, 64)), model[2](torch.ones(2, 64)))  # as multiprocessing does
     with pytest.raises(TypeError, match="deep-copied"):
         copy.deepcopy(start(net())[1])
 

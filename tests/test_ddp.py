@@ -144,6 +144,28 @@ def check_resume_from_rank_zero(rank: int, level: str) -> None:
     assert torch.equal(run(again, again_optimizer, range(4, 7)), wanted) and agree(wanted)
 
 
+def check_only_rank_zero_loads(rank: int) -> None:
+    """A checkpoint that only rank 0 read: DDP hands the weights on, the first step all the rest; the run goes on as rank 0's would."""
+    model, optimizer = build("O2")
+    for t in range(4):
+        model(batch(rank, t)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    saved = copy.deepcopy((model.module.state_dict(), optimizer.state_dict()))
+    again = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    again, again_optimizer = ampplug.initialize(again, torch.optim.AdamW(again.parameters(), lr=1e-2))
+    if rank == 0:
+        again.load_state_dict(saved[0])
+        again_optimizer.load_state_dict(saved[1])
+    again = nn.parallel.DistributedDataParallel(again)
+    for t in range(4, 7):
+        again(batch(rank, t)).square().mean().backward()
+        again_optimizer.step()
+        again_optimizer.zero_grad()
+        assert agree(everything(again, again_optimizer)), t
+    assert again_optimizer.state[again.module[0].weight]["step"].item() == 7
+
+
 def check_sharded_parameters_are_refused(rank: int) -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
@@ -234,6 +256,7 @@ def worker(rank: int, path: str) -> None:
         check_nan_on_one_rank(rank, level)
         check_resume_from_rank_zero(rank, level)
     check_clip_skips_everywhere(rank)
+    check_only_rank_zero_loads(rank)
     check_unused_parameters(rank)
     check_sharded_parameters_are_refused(rank)
     check_broadcast_is_seen(rank)

@@ -59,7 +59,8 @@ class LinearState:
     def __reduce__(self) -> tuple:
         """Pickled as a copy of its own, not with the arenas of the whole model; `__setstate__` of the layer rebinds the weight."""
         w = self.weight
-        tensors = {name: getattr(w, name).clone() for name in ("w8", "w8t", "amax", "scale", "scale_inv")}
+        # as bytes: pickle outside torch.save cannot read FP8 tensors back
+        tensors = {name: getattr(w, name).clone().view(torch.uint8) for name in ("w8", "w8t", "amax", "scale", "scale_inv")}
         return _rebuild, (self.book, self.x_slot, self.dy_slot, w.name, tuple(w.param.shape), tensors, self.bank.power_of_two, self.transposed)
 
     def rebind(self, param: Tensor) -> None:
@@ -114,7 +115,7 @@ def _rebuild(
     w = bank.weights[0]
     for key, value in tensors.items():
         target = getattr(w, key)
-        target.view(torch.uint8).copy_(value.view(torch.uint8))
+        target.view(torch.uint8).copy_(value)
     return LinearState(book, x_slot, dy_slot, bank, w, transposed)
 
 

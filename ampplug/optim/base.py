@@ -135,7 +135,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
             check_group(g, type(self).__name__)
         active = self._active()
         self._forget_old_clip()
-        if self._replicas.agree(self._fingerprint(), [*self._low_bit.arenas, self._bank._numbers]):
+        scales = () if self._book is None else (self._book.scale, self._book.history, self._book.position)
+        if self._replicas.agree(self._fingerprint(), [*self._low_bit.arenas, self._low_bit.steps, self._low_bit.limits, self._bank._numbers, *scales]):
             self._bank.refresh(keep_scale=True)
         if not active:
             return loss
