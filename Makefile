@@ -1,17 +1,18 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+GPU := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
 # Without a working NVIDIA driver, the constraints pick the release of torch that is tested on CPUs.
-CONSTRAINTS := $(shell nvidia-smi >/dev/null 2>&1 || echo "-c constraints-cpu.txt")
+CONSTRAINTS := $(if $(GPU),,-c constraints-cpu.txt)
 READY := $(VENV)/.ready
 
 .PHONY: help demo test lint bench clean
 
 help:
 	@echo "make demo   set up, train a small GPT in BF16 and in FP8 on real text, compare"
-	@echo "make test   set up, lint, check types, run all tests"
+	@echo "make test   set up, lint, check types, run all tests (those of the GPU too where there is one)"
 	@echo "make lint   set up, lint and check types only"
-	@echo "make bench  benchmarks of the kernels (needs a Hopper GPU)"
+	@echo "make bench  benchmarks of the kernels (needs a GPU with FP8 units)"
 	@echo "make clean  remove the virtual environment and what runs left"
 
 $(READY): pyproject.toml constraints-cpu.txt
@@ -27,11 +28,21 @@ lint: $(READY)
 	$(BIN)/mypy
 
 test: lint
+ifdef GPU
 	$(BIN)/python -m pytest -q -n 2 -m "not gpu"
+	$(BIN)/python -m pytest -q -m gpu  # in one process: they share the GPU's memory
+else
+	$(BIN)/python -m pytest -q -n 2
+endif
 
-bench: $(READY)
-	@nvidia-smi >/dev/null 2>&1 || { echo "make bench needs an NVIDIA GPU of compute capability 8.9 or higher; there is none here"; exit 1; }
+bench:
+ifdef GPU
+	@$(MAKE) --no-print-directory $(READY)
 	$(BIN)/python benchmarks/kernels.py
+else
+	@echo "make bench needs an NVIDIA GPU of compute capability 8.9 or higher; nvidia-smi finds none here" >&2
+	@exit 1
+endif
 
 clean:
-	rm -rf $(VENV) runs build *.egg-info
+	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

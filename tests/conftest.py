@@ -19,7 +19,7 @@ def device() -> torch.device:
 
 
 def pytest_collection_modifyitems(config, items):
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a GPU with FP8 units"))

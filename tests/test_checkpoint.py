@@ -389,3 +389,22 @@ def test_tied_weights_keep_their_keys():
     again, _ = start(Tied())
     again.load_state_dict(plain.state_dict())
     assert torch.equal(ampplug.fp32_state_dict(again)["b.weight"], values["a.weight"]) and again.a.weight is again.b.weight
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_run_changes_its_recipe(level):
+    """From current to delayed scaling and back: the same weights and moments go on; slots without a scale scale just in time."""
+
+    def build(recipe):
+        model = net(5)
+        return ampplug.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), level, recipe=recipe)
+
+    for one, other in (("current", "delayed"), ("delayed", "current")):
+        model, optimizer = build(one)
+        train(model, optimizer, range(8))
+        saved = through_a_file([ampplug.fp32_state_dict(model), optimizer.state_dict()])
+        again, again_optimizer = build(other)
+        again.load_state_dict(saved[0])
+        again_optimizer.load_state_dict(saved[1])
+        assert all(torch.equal(v, saved[0][k]) for k, v in ampplug.fp32_state_dict(again).items())
+        assert train(again, again_optimizer, range(8, 12)) == pytest.approx(train(model, optimizer, range(8, 12)), rel=0.05)

@@ -89,8 +89,6 @@ def initializer(model):
 @pytest.mark.parametrize("change", [load, in_place, replace_data, from_vector, flat_view, initializer, load_assign])
 def test_seen_at_once(change, level, training):
     model, optimizer = start(level)
-    if change is load_assign and level == "O2":
-        pytest.skip("assign=True replaces the parameter objects that the optimizer holds, as in plain torch")
     model(X).sum().backward()
     optimizer.step()
     model.train(training)

@@ -1,8 +1,10 @@
 """FP8 Linear layers behave as nn.Linear within FP8 error, whatever they meet."""
 
 import copy
+import gc
 import sys
 import types
+import weakref
 
 import pytest
 import torch
@@ -519,3 +521,18 @@ def test_users_default_dtype_does_not_matter():
             finally:
                 torch.set_default_dtype(before)
         assert all(torch.equal(a, b) for a, b in zip(*runs))
+
+
+def test_nothing_else_holds_the_input():
+    """After forward the high-precision input is free, and what is saved is a byte an element, and the weight that exists anyway."""
+    _, model, _ = pair(net(256, 256, bias=False), "O2")
+    for shape in ((128, 256), (2, 64, 256)):
+        x = torch.randn(shape, requires_grad=True) * 1
+        watched, saved = weakref.ref(x), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            y = model(x)
+        assert sum(t.nbytes for t in saved if t.data_ptr() != model[0].weight.data_ptr()) <= 128 * 256 + 64
+        del x
+        gc.collect()
+        assert watched() is None
+        y.sum().backward()

@@ -412,6 +412,21 @@ def test_a_clip_goes_with_its_gradients(drop):
         assert torch.equal(*results) and not torch.equal(results[0], net(32, 32)[0].bias)
 
 
+def test_gradients_replaced_by_hand_stay_clipped():
+    """As in torch, where the clip was done in place: masking them afterwards does not undo it."""
+    moved = []
+    for clip in (ampplug.clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
+        model, optimizer = start(net(32, 32), betas=(0.0, 0.9), eps=1.0, weight_decay=0.0)
+        before = ampplug.fp32_state_dict(model)
+        (10 * model(torch.ones(4, 32))).sum().backward()
+        clip(model.parameters(), 0.5)
+        for p in model.parameters():
+            p.grad = p.grad * (torch.arange(32) % 2)
+        optimizer.step()
+        moved.append(ampplug.fp32_state_dict(model)["0.weight"] - before["0.weight"])
+    assert (moved[0] - moved[1]).norm() / moved[1].norm() < 0.02 and moved[1].any()
+
+
 def test_other_clips_are_torchs():
     """Another norm, one tensor, no tensor, an error asked for, clipping by value."""
     model, optimizer = start(net(8, 8))
@@ -560,8 +575,8 @@ def test_lbfgs_at_o1():
         loss.backward()
         return loss
 
-    first = float(optimizer.step(closure))
-    assert float(closure()) < 0.3 * first
+    first = optimizer.step(closure).item()
+    assert closure().item() < 0.3 * first
 
 
 def test_pickling_and_copying_say_what_to_do():

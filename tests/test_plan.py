@@ -68,6 +68,8 @@ def test_what_becomes_of_each_parameter():
         p = entry(plan, name)
         assert (p.after, p.becomes, p.fp8) == (after, becomes, fp8), name
     assert "frozen" in entry(plan, "frozen.weight").why
+    listed = entry(ampplug.plan(model, torch.optim.AdamW(model.parameters())), "frozen.weight")
+    assert listed.after == fp32 and listed.becomes == "as it is"  # in the optimizer, but frozen: not even rounded
     everything = ampplug.plan(model, stepped(model), select="all")
     tied = entry(everything, "embedding.weight")
     assert tied.fp8 and tied.after == fp32 and "also read by embedding" in tied.why

@@ -47,7 +47,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         self._bank, self._book, self._replicas = bank, book, replicas
         self._low_bit = AdamState(device, seed, power_of_two)
         self._weights: dict[int, Weight] = {id(w.param): w for w in bank.weights}
-        self._clipped_gradient: tuple[Tensor, Tensor, int] | None = None  # (parameter, gradient, version) of one that waits to be clipped
+        self._watched: tuple[Any, Tensor, int] | None = None  # (hook, gradient, version) of one that waits to be clipped
         self._patch_step_function()
         self._make_state(remainders)
 
@@ -134,7 +134,6 @@ class LowBitOptimizer(torch.optim.Optimizer):
         for g in self.param_groups:
             check_group(g, type(self).__name__)
         active = self._active()
-        self._forget_old_clip()
         scales = () if self._book is None else (self._book.scale, self._book.history, self._book.position)
         if self._replicas.agree(self._fingerprint(), [*self._low_bit.arenas, self._low_bit.steps, self._low_bit.limits, self._bank._numbers, *scales]):
             self._bank.refresh(keep_scale=True)
@@ -156,6 +155,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         else:
             _empty_book(self._low_bit.device).update(b, found_inf=found_inf, clip=clip, counted=counted)
         self._low_bit.clipped = False
+        self._watch(None)
         moved = [r for r, g, _ in active if g is not None]
         torch.autograd.graph.increment_version([r.param for r in moved])
         for r in moved:
@@ -172,7 +172,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; a clip coefficient that waits for the step is dropped with the gradients it was for."""
         self._low_bit.clipped = False
-        self._clipped_gradient = None
+        self._watch(None)
         super().zero_grad(set_to_none=set_to_none)
 
     @torch.no_grad()
@@ -182,18 +182,27 @@ class LowBitOptimizer(torch.optim.Optimizer):
         A norm that is not finite makes the next step change nothing.
         """
         active = self._active()
-        if self._clipped_gradient is not None and self._clipped_gradient[1]._version != self._clipped_gradient[2]:
-            self._low_bit.clipped = False  # edited since, or zeroed and computed anew: the new norm says all
-        self._forget_old_clip()
+        if self._watched is not None and self._watched[1]._version != self._watched[2]:
+            self._low_bit.clipped = False  # edited since the last clip, or zeroed and computed anew: the new norm says all
         norm = self._low_bit.measure_norm(active, float(max_norm))
-        self._clipped_gradient = next(((r.param, r.param.grad, r.param.grad._version) for r, _, _ in active if r.param.grad is not None), None)
+        self._watch(next((r.param for r, g, _ in active if g is not None and r.param.requires_grad), None))
         return norm
 
-    def _forget_old_clip(self) -> None:
-        """A clip coefficient goes with its gradients, whoever dropped them: `model.zero_grad()`, `p.grad = None`."""
-        if self._clipped_gradient is not None and self._clipped_gradient[0].grad is not self._clipped_gradient[1]:
-            self._low_bit.clipped = False
-        self._clipped_gradient = None
+    def _watch(self, p: Tensor | None) -> None:
+        """Forget the clip coefficient as soon as a backward pass gives `p`, one of those clipped, a new gradient: the old ones were given up,
+        by `model.zero_grad()` or `p.grad = None`. Gradients that are edited or replaced by hand stay clipped."""
+        if self._watched is not None:
+            self._watched[0].remove()
+        self._watched = None
+        if p is None or p.grad is None:
+            return
+        clipped = p.grad
+
+        def accumulated(p: Tensor) -> None:
+            if p.grad is not clipped:
+                self._low_bit.clipped = False
+
+        self._watched = p.register_post_accumulate_grad_hook(accumulated), clipped, clipped._version
 
     # ---------------------------------------------------------------- checkpoints
 
