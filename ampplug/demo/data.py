@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,16 +41,23 @@ def load(path: str | None) -> Corpus:
     if path is None:
         folder = Path(sysconfig.get_path("stdlib"))
         return _split_files("stdlib", folder, _list_files(folder, ".py"))
+    if not path:  # Path("") would be the current folder
+        raise DemoError("data '' is an empty path; give a file or folder")
     root = Path(path)
-    if root.is_dir():
-        return _split_files(path, root, _list_files(root, ""))
-    if not root.exists():
-        raise DemoError(f"data {path!r} does not exist")
-    return _split_positions(path, _read(root))
+    try:
+        is_folder = stat.S_ISDIR(root.stat().st_mode)
+    except FileNotFoundError as error:
+        raise DemoError(f"data {path!r} does not exist") from error
+    except (OSError, ValueError) as error:  # a folder above that cannot be entered, a name too long, a null byte
+        raise DemoError(f"cannot read data {path!r}: {getattr(error, 'strerror', None) or error}") from error
+    return _split_files(path, root, _list_files(root, "")) if is_folder else _split_positions(path, _read(root))
 
 
 def _list_files(folder: Path, suffix: str) -> list[str]:
-    """Relative paths of the visible files with this suffix, sorted, the same on every file system."""
+    """Relative paths of the visible regular files with this suffix, sorted, the same on every file system.
+
+    Pipes and sockets, which would be waited for, and links that lead nowhere are left out.
+    """
 
     def refuse(error: OSError) -> None:
         raise DemoError(f"cannot read {error.filename!r}: {error.strerror}")
@@ -57,7 +65,9 @@ def _list_files(folder: Path, suffix: str) -> list[str]:
     found = []
     for here, folders, files in os.walk(folder, onerror=refuse):
         folders[:] = [f for f in folders if f not in _SKIPPED_FOLDERS and not f.startswith(".")]
-        found += [Path(here, f).relative_to(folder).as_posix() for f in files if f.endswith(suffix) and not f.startswith(".")]
+        for f in files:
+            if f.endswith(suffix) and not f.startswith(".") and os.path.isfile(os.path.join(here, f)):
+                found.append(Path(here, f).relative_to(folder).as_posix())
     return sorted(found)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,29 @@ def test_unreadable_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for path in (tmp_path, tmp_path / "text"):
         with pytest.raises(DemoError, match=r"cannot read '.*text': Permission denied"):
             data.load(str(path))
+
+
+@pytest.mark.parametrize("path, said", [("", "empty path"), ("x" * 300, "File name too long"), ("a\0b", "null")], ids=["empty", "long", "null"])
+def test_paths_that_cannot_be(path: str, said: str) -> None:
+    with pytest.raises(DemoError, match=said):
+        data.load(path)
+
+
+def test_folder_that_cannot_be_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path) -> None:  # as for a path below a folder without permission
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    with pytest.raises(DemoError, match="Permission denied"):
+        data.load(str(tmp_path / "private" / "text"))
+
+
+def test_only_regular_files_are_read(folder: Path) -> None:
+    """A pipe without a writer would be waited for without end."""
+    before = data.load(str(folder)).fingerprint
+    os.mkfifo(folder / "pipe.py")
+    (folder / "lost.py").symlink_to("nowhere")
+    assert data.load(str(folder)).fingerprint == before
 
 
 def test_small_data(tmp_path: Path) -> None:

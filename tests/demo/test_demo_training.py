@@ -213,6 +213,9 @@ def test_phases_share_start_and_batches(text: Path) -> None:
         (["--recipe", "delayd"], "recipe.*delayd.*delayed"),
         (["--device", "tpu"], "device 'tpu'"),
         (["--device", "meta"], "device 'meta': legal are 'cpu' and 'cuda'"),
+        (["--seed", "-1"], "seed=-1 is out of range"),
+        (["--seed", "9" * 30], "seed=9+ is out of range"),
+        (["--checkpoint-every", "-1"], "checkpoint-every is -1; it must be at least 1, or 0"),
         (["--steps", "0"], "steps is 0; it must be at least 1"),
         (["--width", "30"], "width is 30; it must be a multiple of twice the 2 heads"),
         (["--data", "/nowhere/at/all"], "data '/nowhere/at/all' does not exist"),
@@ -225,7 +228,8 @@ def test_errors_are_one_line(text: Path, tmp_path: Path, capsys: pytest.CaptureF
     import re
 
     assert run(text, tmp_path, *more) == 2
-    err = capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "step 1" not in out  # before anything is trained
     assert err.count("\n") == 1 and err.startswith("ampplug demo: error: ")
     assert re.search(said, err)
 
@@ -236,6 +240,21 @@ def test_damaged_checkpoint(text: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert run(text, tmp_path, "--resume") == 2
     err = capsys.readouterr().err
     assert "cannot read the checkpoint" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("sizes, set_by_user, expected", [({}, False, 1), ({}, True, 2), ({"width": 64}, False, 2)], ids=["small", "user", "other"])
+def test_small_preset_takes_one_thread(sizes: dict[str, int], set_by_user: bool, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if set_by_user:
+        monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        with train._threads(train.make_settings("small", "cpu", **sizes)):
+            assert torch.get_num_threads() == expected
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("preset", ["124m", "1b"])
