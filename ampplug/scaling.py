@@ -42,7 +42,7 @@ class ScaleBook:
         self.history = torch.zeros(n, history, dtype=torch.float32, device=device)
         self.position = torch.zeros(n, dtype=torch.int32, device=device)
         self.scale = torch.zeros(n, dtype=torch.float32, device=device)
-        self.scratch = torch.zeros(n, 2, dtype=torch.int32, device=device)  # of casts under way
+        self.scratch = torch.zeros(n, 3, dtype=torch.int32, device=device)  # of casts under way
         self.fp8_max = torch.tensor(list(fp8_max), dtype=torch.float32).to(device)
         self._make_views()
         self._pending: tuple[Tensor, Any] | None = None

@@ -166,19 +166,23 @@ def cast_rows(bandwidth: float, sweep: bool) -> list[dict]:
         inputs = [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(max(2, (512 << 20) // (2 * elements)))]
         scale = torch.full((1,), 60.0, device=DEVICE)
         record = torch.zeros(1, device=DEVICE)
-        scratch = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+        scratch = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+
+        outgrown = torch.full((1,), 1e3, device=DEVICE)
+        once = median_ms(lambda x=inputs[0], record=record, scratch=scratch, outgrown=outgrown: cast.triton_cast(x, formats.E4M3, outgrown, None, record, scratch, True, True))
+        rows.append(dict(what=f"cast-transpose {list(shape)}, outgrown scale, warm L2", ms=once, launches=1, fraction=4 * elements / once / 1e9 / bandwidth))
 
         def many(inputs=inputs, scale=scale, record=record, scratch=scratch):
             record.zero_()
             for x in inputs:
                 cast.triton_cast(x, formats.E4M3, scale, None, record, scratch, True, True)
 
-        variants = [(cast.TILE_M, cast.TILE_K, cast.WARPS, cast.REGISTERS, cast.PROGRAMS)]
+        variants = [(cast.TILE_M, cast.TILE_K, cast.WARPS, cast.REGISTERS, cast.SPAN)]
         if sweep:
-            variants += [(32, 128, 4, 64, n) for n in (20, 48, 1 << 20)] + [(64, 128, 8, 64, 16), (32, 128, 4, 48, 48)]
+            variants += [(32, 128, 4, 64, n) for n in (1, 2, 3, 6, 8, 16)] + [(64, 128, 8, 64, n) for n in (1, 2, 4)] + [(32, 64, 4, 48, 4), (32, 256, 8, 64, 4)]
         default = variants[0]
         for variant in variants:
-            cast.TILE_M, cast.TILE_K, cast.WARPS, cast.REGISTERS, cast.PROGRAMS = variant
+            cast.TILE_M, cast.TILE_K, cast.WARPS, cast.REGISTERS, cast.SPAN = variant
             many()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
@@ -186,7 +190,7 @@ def cast_rows(bandwidth: float, sweep: bool) -> list[dict]:
             ms = median_ms(graph.replay) / len(inputs)
             rows.append(dict(what=f"cast-transpose {list(shape)} tile {variant}", ms=ms, launches=1, fraction=4 * elements / ms / 1e9 / bandwidth))
             del graph
-        cast.TILE_M, cast.TILE_K, cast.WARPS, cast.REGISTERS, cast.PROGRAMS = default
+        cast.TILE_M, cast.TILE_K, cast.WARPS, cast.REGISTERS, cast.SPAN = default
     return rows
 
 

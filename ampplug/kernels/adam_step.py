@@ -23,16 +23,20 @@ from torch import Tensor
 
 from ampplug import formats
 from ampplug.kernels.numerics import (
+    LARGEST,
     columns_of,
     decode_ratio,
     decode_v,
     encode_ratio,
     encode_v,
+    load,
     load_value,
     magnitude_bits,
     mix,
     reciprocal,
+    reciprocal_root,
     split_master,
+    square_root,
     tile_offsets,
     to_fp8,
     typed,
@@ -172,11 +176,14 @@ def skipped(found_inf, clip, HAS_FOUND_INF: tl.constexpr, HAS_CLIP: tl.constexpr
 @jit
 def _step_chunk(
     row, hyper, tensor, row0, col0, factor, steps, limits, amaxes, next_amaxes, scales, scale_invs, seed, kind, grad_kind,
-    POWER_OF_TWO: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, FULL: tl.constexpr, CHUNK: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one tensor, tile by tile. ALIGNED allows 16-byte accesses; kind and grad_kind are constants in the usual cases."""
+    """One chunk of one tensor, tile by tile. FULL: every tile lies within the matrix, and its rows start on 16-byte boundaries.
+
+    kind and grad_kind are constants in the usual cases.
+    """
     R = tl.load(row + _ROWS).to(tl.int32)
-    C = columns_of(row + _COLS, ALIGNED)
+    C = columns_of(row + _COLS, FULL)
     h = hyper + tl.load(row + _GROUP) * _H
     lr = tl.load(h + _LR)
     count = (tl.load(steps + tensor) + 1).to(tl.float64)
@@ -219,7 +226,7 @@ def _step_chunk(
     if has_fp8:
         growth = tl.where(decoupled, tl.maximum(tl.abs(1.0 - lr * weight_decay), 1.0), 1.0)
         amax = tl.load(amaxes + weight)
-        amax = tl.where(amax <= 3.4028235e38, amax, 0.0)
+        amax = tl.where(amax <= LARGEST, amax, 0.0)
         reach = ((amax.to(tl.float64) * growth + lr * bound) * (1.0 + 1.0 / 1048576)).to(tl.float32)
         scale = tl.minimum(tl.div_rn(448.0, tl.where(reach > 0.0, reach, 448.0)), 8.507059e37)
         if POWER_OF_TWO:
@@ -234,36 +241,37 @@ def _step_chunk(
     to_code = 247.0 / limit_new
     r = tl.arange(0, BR)
     c = tl.arange(0, BC)
-    offset = tile_offsets(C, ALIGNED, BR, BC)
+    offset = tile_offsets(C, FULL, BR, BC)
     groups = tl.cdiv(C, BC)
-    largest = tl.zeros((BR,), tl.int32)
+    largest = tl.zeros((BR, BC // 8), tl.int32)
     for i in range(0, tl.minimum(CHUNK, R - row0), BR):
         first = tl.multiple_of(row0 + i, 8)
         start = first.to(tl.int64) * C + col0
-        mask = ((first + r)[:, None] < R) & ((col0 + c)[None, :] < C)
-        if not ALIGNED:  # a vector seen as rows of 128 may end within a row
-            mask = mask & (start + offset < numel)
+        mask = None
+        group_mask = None
+        if not FULL:  # a vector seen as rows of 128 may end within a row
+            mask = ((first + r)[:, None] < R) & ((col0 + c)[None, :] < C) & (start + offset < numel)
+            group_mask = (first + r) < R
         group = (first + r).to(tl.int64) * groups + col0 // BC
-        group_mask = (first + r) < R
         # 2 or 4 bytes an element
         param_at = param + start * tl.where(kind == 0, 4, 2)
         low_at = low + start * 2
         grad_at = grad + start * tl.where(grad_kind == 0, 4, 2)
-        ratio_at = typed(ratio_codes + start, tl.uint8, ALIGNED) + offset
-        v_at = typed(v_codes + start, tl.uint8, ALIGNED) + offset
+        ratio_at = typed(ratio_codes + start, tl.uint8, FULL) + offset
+        v_at = typed(v_codes + start, tl.uint8, FULL) + offset
 
-        g = load_value(grad_at, grad_at, offset, mask, grad_kind, ALIGNED) * factor
-        p = load_value(param_at, low_at, offset, mask, kind, ALIGNED)
-        ratio_code = tl.load(ratio_at, mask=mask, other=0).to(tl.int32)
-        v_code = tl.load(v_at, mask=mask, other=0).to(tl.int32)
-        v = decode_v(v_code, tl.load(tops + group, mask=group_mask, other=0).to(tl.int32))
-        m = decode_ratio(ratio_code, from_code) * tl.sqrt(v)
+        g = load_value(grad_at, grad_at, offset, mask, grad_kind, FULL) * factor
+        p = load_value(param_at, low_at, offset, mask, kind, FULL)
+        ratio_code = load(ratio_at, mask).to(tl.int32)
+        v_code = load(v_at, mask).to(tl.int32)
+        v = decode_v(v_code, load(tops + group, group_mask).to(tl.int32))
+        m = decode_ratio(ratio_code, from_code) * square_root(v)
 
         g += l2 * p
         m = beta1 * m + one_minus_beta1 * g
         v = beta2 * v + one_minus_beta2 * (g * g)
         # the maximum matters only for eps = 0, where 0 / 0 shall be 0
-        denominator = tl.maximum(tl.sqrt(v) * v_factor + eps, 1.1754944e-38)
+        denominator = tl.maximum(square_root(v) * v_factor + eps, 1.1754944e-38)
         update = (m * m_factor) * reciprocal(denominator)
         update = tl.clamp(update, -bound32, bound32, propagate_nan=tl.PropagateNan.ALL)
         p = p * keep - lr32 * update
@@ -271,27 +279,30 @@ def _step_chunk(
         group_start = start + r.to(tl.int64) * C
         high = mix(key ^ (group_start >> 32).to(tl.uint32))
         random = mix((group_start.to(tl.uint32)[:, None] + c.to(tl.uint32)[None, :]) ^ high[:, None])
-        v_code, top = encode_v(v, random)
-        v_stored = decode_v(v_code, top)
-        ratio = m * tl.rsqrt(tl.maximum(v_stored, 1.1754944e-38))
+        v_code, top, v_stored = encode_v(v, random)
+        ratio = m * reciprocal_root(tl.maximum(v_stored, 1.1754944e-38))
         ratio_code = encode_ratio(ratio, to_code, random)
         tl.store(v_at, v_code.to(tl.uint8), mask=mask)
         tl.store(ratio_at, ratio_code.to(tl.uint8), mask=mask)
         tl.store(tops + group, top.to(tl.uint8), mask=group_mask)
         if kind == _SPLIT:
             upper, lower = split_master(p)
-            tl.store(typed(param_at, tl.int16, ALIGNED) + offset, upper.to(tl.int16), mask=mask)
-            tl.store(typed(low_at, tl.int16, ALIGNED) + offset, lower.to(tl.int16), mask=mask)
+            tl.store(typed(param_at, tl.int16, FULL) + offset, upper.to(tl.int16), mask=mask)
+            tl.store(typed(low_at, tl.int16, FULL) + offset, lower.to(tl.int16), mask=mask)
         else:
-            tl.store(typed(param_at, tl.float32, ALIGNED) + offset, p, mask=mask)
+            tl.store(typed(param_at, tl.float32, FULL) + offset, p, mask=mask)
         if has_fp8:
-            largest = tl.maximum(largest, tl.max(tl.where(mask, magnitude_bits(p), 0), 1))
+            bits = magnitude_bits(p)
+            if not FULL:
+                bits = tl.where(mask, bits, 0)
+            # a thread holds eight neighbours; the rest of the maximum can wait for the end of the chunk
+            largest = tl.maximum(largest, tl.max(tl.reshape(bits, (BR, BC // 8, 8)), 2))
             # within +-448 by the clamp above; the cast itself saturates what a weight edited by hand may exceed
             q = to_fp8(p * scale, tl.float8e4nv)
-            w8_at = typed(w8 + first.to(tl.int64) * w8_stride + col0, tl.float8e4nv, ALIGNED)
-            tl.store(w8_at + tile_offsets(w8_stride, ALIGNED, BR, BC), q, mask=mask)
+            w8_at = typed(w8 + first.to(tl.int64) * w8_stride + col0, tl.float8e4nv, FULL)
+            tl.store(w8_at + tile_offsets(w8_stride, FULL, BR, BC), q, mask=mask)
     if has_fp8:
-        amax_bits = tl.max(largest, 0)
+        amax_bits = tl.max(tl.max(largest, 1), 0)
         if amax_bits > tl.load(next_amaxes + weight):
             tl.atomic_max(next_amaxes + weight, amax_bits, sem="relaxed")
 
@@ -319,8 +330,11 @@ def adam_step_kernel(
         factor = factor * tl.load(clip)
     kind = tl.load(row + _KIND)
     grad_kind = tl.load(row + _GRAD_KIND)
-    # the usual cases with constant kinds; anything else takes the general tile, smaller so that its addresses fit the registers, too
-    case = tl.where(tl.load(row + _ALIGNED) != 0, kind * 4 + grad_kind, -1)
+    # the usual cases with constant kinds and without masks; anything else, and the edges of matrices that do not fill their last tile, take the
+    # general tile, smaller so that its addresses fit the registers, too
+    rows_left = tl.load(row + _ROWS) - row0
+    full = (tl.load(row + _ALIGNED) != 0) & (tl.load(row + _COLS) - col0 >= BC) & ((rows_left >= CHUNK) | (rows_left % BR == 0))
+    case = tl.where(full, kind * 4 + grad_kind, -1)
     if case == _SPLIT * 4 + _BF16:
         _step_chunk(
             row, hyper, tensor, row0, col0, factor, steps, limits, amaxes, next_amaxes, scales, scale_invs, seed, _SPLIT, _BF16,

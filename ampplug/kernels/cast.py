@@ -4,8 +4,8 @@ The scale comes from one of two places. Delayed: the slot's scale, from past ste
 own amax; a launch for partial maxima, and the cast, which reduces them itself. A slot that never had a scale update holds scale 0; a cast
 that is given partial maxima, too, then scales just in time: decided on the device, so it does not depend on what the host knows yet.
 
-A delayed scale never clips: where the tensor outgrew it (a range that jumped), the last program to finish casts the tensor again with its own
-amax. That program is alone and slow, but a jump is rare and a clipped activation silently wrong.
+A delayed scale never clips: where the tensor outgrew it (a range that jumped), the last programs to finish cast the tensor again with its own
+amax, in the same launch. One program alone was tried: 2 ms for 12 M elements, and with a scale that leaves no headroom one cast in 17 is outgrown.
 
 Bytes: one read of x, one write of q and one of its transpose: 4 per bf16 element.
 """
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from ampplug import formats
-from ampplug.kernels.numerics import magnitude_bits, saturate, scale_from_amax, to_fp8
+from ampplug.kernels.numerics import LARGEST, magnitude_bits, saturate, scale_from_amax, to_fp8
 from ampplug.kernels.triton_runtime import jit, launch, multiprocessors, on_gpu, tl
 
 MAX_PARTIALS = 1024
 
-# Tile of the cast, its warps, its registers, and programs per multiprocessor: what benchmarks/kernels.py --sweep found fastest.
-TILE_M, TILE_K, WARPS, REGISTERS, PROGRAMS = 32, 128, 4, 64, 32
+# Tile of the cast, its warps, its registers, and the most tiles a program takes: what benchmarks/kernels.py --sweep found fastest.
+TILE_M, TILE_K, WARPS, REGISTERS, SPAN = 32, 128, 4, 64, 4
 
 # A product this far above the largest FP8 value still rounds to it, so it does not count as outgrown.
 OUTGROWN = 1.03
@@ -58,7 +58,7 @@ def cast(
     """Cast x [M, K] (bf16, fp16 or fp32, any strides, not empty) to FP8.
 
     scale: fp32 [1], the slot's scale; 0 means "none yet" and needs `partials`. partials: fp32 [P] from `partial_amax`; without `scale` they
-    decide alone. record: fp32 [1], raised to the amax of x if given. scratch: int32 [2], zeros before and after, the slot's own; needed with
+    decide alone. record: fp32 [1], raised to the amax of x if given. scratch: int32 [3], zeros before and after, the slot's own; needed with
     `scale`. Returns (q [M, K16], q transposed [K16, M16], inverse of the scale used [1]); K16 and M16 are K and M rounded up to a multiple of 16,
     the rest is zeros, as FP8 GEMMs want it. The first is None without `rows`, the second without `transpose`.
     """
@@ -132,40 +132,47 @@ def partial_amax_kernel(x, partials, M, K, stride_m, stride_k, BM: tl.constexpr,
 
 @jit
 def _cast_tile(
-    tile, scale, x, rows, columns, M, K, stride_m, stride_k, row_stride, column_stride, one,
+    tile_m, tile_k, scale, x, rows, columns, M, K, stride_m, stride_k, row_stride, column_stride, zero,
     FP8_MAX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FP8: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Cast one tile, up to the padded edges: the padding's zeros come from here, too. Returns the largest magnitude, as bits.
+    """Cast one tile, up to the padded edges: the padding's zeros come from here, too. Returns maxima over eight neighbours each of |x|, as bits.
 
-    one: 1.0, as an argument so that the compiler does not know it. The assembler (ptxas 12.9) corrupts FP8 codes that are stored both
+    zero: 0.0, as an argument so that the compiler does not know it. The assembler (ptxas 12.9) corrupts FP8 codes that are stored both
     packed and through shared memory (triton-lang/triton issue 11111); two casts of values that it cannot prove equal keep them apart.
     """
-    tiles_k = tl.cdiv(row_stride, BK)
-    m = (tile // tiles_k) * BM + tl.arange(0, BM)
-    k = (tile % tiles_k) * BK + tl.arange(0, BK)
+    m = tile_m * BM + tl.arange(0, BM)
+    k = tile_k * BK + tl.arange(0, BK)
     inside = (m[:, None] < M) & (k[None, :] < K)
     value = tl.load(x + m[:, None].to(tl.int64) * stride_m + k[None, :].to(tl.int64) * stride_k, mask=inside, other=0.0)
     value = value.to(tl.float32)
-    y = saturate(value * scale, value, FP8_MAX)
+    y = value * scale
     if ROWS:
         edge = (m[:, None] < M) & (k[None, :] < row_stride)
-        tl.store(rows + m[:, None].to(tl.int64) * row_stride + k[None, :], to_fp8(y, FP8), mask=edge)
+        tl.store(rows + m[:, None].to(tl.int64) * row_stride + k[None, :], to_fp8(saturate(y, value, 0.0, FP8_MAX), FP8), mask=edge)
     if COLUMNS:
         edge = (k[:, None] < row_stride) & (m[None, :] < column_stride)
-        q = to_fp8(y * one, FP8)
+        q = to_fp8(saturate(y, value, zero, FP8_MAX), FP8)
         tl.store(columns + k[:, None].to(tl.int64) * column_stride + m[None, :], tl.trans(q), mask=edge)
-    return tl.max(tl.max(magnitude_bits(value), 1), 0)
+    # a thread holds eight neighbours: their maximum, for an eighth of the registers
+    return tl.max(tl.reshape(magnitude_bits(value), (BM, BK // 8, 8)), 2)
 
 
 @jit
 def cast_kernel(
     x, rows, columns, scale_inv, slot_scale, partials, record, scratch, M, K, stride_m, stride_k, row_stride, column_stride, n_partials,
-    tiles, one,
+    tiles_m, span, menders, zero,
     FP8_MAX: tl.constexpr, OUTGROWN_MAX: tl.constexpr, DELAYED: tl.constexpr, JUST_IN_TIME: tl.constexpr, RECORD: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, POWER_OF_TWO: tl.constexpr, FP8: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
     PARTIALS: tl.constexpr,
 ):  # fmt: skip
-    """Program p casts tiles p, p + P, ... scratch: [amax of this call, programs done]."""
+    """A program casts `span` tiles, one below the other. scratch: [amax of this call, programs done with casting, menders done].
+
+    Mending an outgrown scale: the `menders` programs that finish casting last wait until all have, which is when the amax is known, and where
+    it is too large cast the whole tensor again between them. Nobody waits for a program that cannot start: fewer programs wait than fit on the
+    GPU at once.
+    """
+    program = tl.program_id(0)
+    tiles_k = tl.cdiv(row_stride, BK)
     scale = 0.0
     if DELAYED:
         scale = tl.load(slot_scale)
@@ -174,37 +181,49 @@ def cast_kernel(
         amax_bits = tl.max(tl.load(partials + p, mask=p < n_partials, other=0), 0)
         amax = amax_bits.to(tl.float32, bitcast=True)
         own = scale_from_amax(amax, 1.0, FP8_MAX, POWER_OF_TWO)
-        outgrown = (scale * amax > OUTGROWN_MAX) & (amax <= 3.4028235e38)
+        outgrown = (scale * amax > OUTGROWN_MAX) & (amax <= LARGEST)
         scale = tl.where((scale == 0.0) | outgrown, own, scale)
-        if tl.program_id(0) == 0:
+        if program == 0:
             tl.store(scale_inv, tl.div_rn(1.0, scale))
             if RECORD:
                 tl.atomic_max(record, amax_bits, sem="relaxed")
-    largest = tl.full((), 0, tl.int32)
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        bits = _cast_tile(
-            tile, scale, x, rows, columns, M, K, stride_m, stride_k, row_stride, column_stride, one, FP8_MAX, ROWS, COLUMNS, FP8, BM, BK
-        )
-        largest = tl.maximum(largest, bits)
+    bits = tl.zeros((BM, BK // 8), tl.int32)
+    first = (program // tiles_k) * span
+    for tile_m in range(first, tl.minimum(first + span, tiles_m)):
+        found = _cast_tile(
+            tile_m, program % tiles_k, scale, x, rows, columns, M, K, stride_m, stride_k, row_stride, column_stride, zero,
+            FP8_MAX, ROWS, COLUMNS, FP8, BM, BK,
+        )  # fmt: skip
+        bits = tl.maximum(bits, found)
     if not JUST_IN_TIME:
+        largest = tl.max(tl.max(bits, 1), 0)
         # most programs are below the maximum so far: a plain read spares the atomic
         if largest > tl.load(scratch):
             tl.atomic_max(scratch, largest, sem="relaxed")
         tl.debug_barrier()
         # released only: acquiring would empty the L1 of every multiprocessor for every program
-        if tl.atomic_add(scratch + 1, 1, sem="release") == tl.num_programs(0) - 1:
-            amax_bits = tl.atomic_xchg(scratch, 0, sem="acq_rel")
-            tl.store(scratch + 1, 0)
-            if RECORD:
-                tl.atomic_max(record, amax_bits, sem="relaxed")
+        programs = tl.num_programs(0)
+        mender = tl.atomic_add(scratch + 1, 1, sem="release") - (programs - menders)
+        if mender >= 0:
+            while tl.atomic_add(scratch + 1, 0, sem="acquire") < programs:
+                pass
+            amax_bits = tl.atomic_max(scratch, 0, sem="acquire")
             amax = amax_bits.to(tl.float32, bitcast=True)
-            if (scale * amax > OUTGROWN_MAX) & (amax <= 3.4028235e38):
+            if (scale * amax > OUTGROWN_MAX) & (amax <= LARGEST):
                 scale = scale_from_amax(amax, 1.0, FP8_MAX, POWER_OF_TWO)
-                for tile in range(0, tiles):
+                for tile in range(mender, tiles_m * tiles_k, menders):
                     _cast_tile(
-                        tile, scale, x, rows, columns, M, K, stride_m, stride_k, row_stride, column_stride, one, FP8_MAX, ROWS, COLUMNS, FP8, BM, BK
+                        tile // tiles_k, tile % tiles_k, scale, x, rows, columns, M, K, stride_m, stride_k, row_stride, column_stride, zero,
+                        FP8_MAX, ROWS, COLUMNS, FP8, BM, BK,
                     )  # fmt: skip
-            tl.store(scale_inv, tl.div_rn(1.0, scale))
+            # the last mender to have read scratch leaves it as it was found
+            if tl.atomic_add(scratch + 2, 1, sem="acq_rel") == menders - 1:
+                tl.store(scratch, 0)
+                tl.store(scratch + 1, 0)
+                tl.store(scratch + 2, 0)
+                if RECORD:
+                    tl.atomic_max(record, amax_bits, sem="relaxed")
+                tl.store(scale_inv, tl.div_rn(1.0, scale))
 
 
 def triton_partial_amax(x: Tensor) -> Tensor:
@@ -237,16 +256,22 @@ def triton_cast(
     scale_inv = torch.empty(1, dtype=torch.float32, device=x.device)
     rowwise = torch.empty(m, k16, dtype=dtype, device=x.device) if rows else None
     columnwise = torch.empty(k16, m16, dtype=dtype, device=x.device) if transpose else None
-    tiles = -(-(m16 if transpose else m) // TILE_M) * -(-k16 // TILE_K)
+    tiles_m, tiles_k = -(-(m16 if transpose else m) // TILE_M), -(-k16 // TILE_K)
+    processors = multiprocessors(x.device)
+    # several tiles a program once there are enough to fill the GPU
+    span = min(SPAN, max(1, tiles_m * tiles_k // (8 * processors)))
+    programs = -(-tiles_m // span) * tiles_k
     fp8_max = formats.FP8_MAX[dtype]
     launch(
-        cast_kernel, (min(tiles, PROGRAMS * multiprocessors(x.device)),), x,
+        cast_kernel, (programs,), x,
         rowwise if rows else x, columnwise if transpose else x, scale_inv,
         scale if scale is not None else scale_inv,
         partials.view(torch.int32) if partials is not None else x,
         record.view(torch.int32) if record is not None else x,
         scratch if scratch is not None else x,
-        m, k, x.stride(0), x.stride(1), k16, m16, partials.numel() if partials is not None else 0, tiles, 1.0,
+        m, k, x.stride(0), x.stride(1), k16, m16, partials.numel() if partials is not None else 0, tiles_m, span,
+        min(programs, processors) if x.is_cuda else 1,  # the interpreter runs one program after the other: none may wait
+        0.0,
         FP8_MAX=fp8_max, OUTGROWN_MAX=fp8_max * OUTGROWN, DELAYED=scale is not None, JUST_IN_TIME=partials is not None,
         RECORD=record is not None, ROWS=rows, COLUMNS=transpose, POWER_OF_TWO=power_of_two, FP8=getattr(tl, _FP8[dtype]),
         BM=TILE_M, BK=TILE_K, PARTIALS=MAX_PARTIALS, num_warps=WARPS, maxnreg=REGISTERS,

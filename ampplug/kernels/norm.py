@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ampplug.kernels.numerics import columns_of, load_value, tile_offsets
+from ampplug.kernels.numerics import LARGEST, columns_of, load_value, tile_offsets
 from ampplug.kernels.tables import BF16, CHUNK_COLS, CHUNK_ROWS, COLUMN, FP32, WIDTH
 from ampplug.kernels.triton_runtime import jit, launch, multiprocessors, tl
 
@@ -84,7 +84,7 @@ def norm_kernel(
         result = tl.sqrt_rn(tl.sum(parts, 0)) * previous
         coefficient = tl.minimum(tl.div_rn(max_norm, result + 1e-6), 1.0) * previous
         tl.store(norm, result)
-        tl.store(clip, tl.where(result <= 3.4028235e38, coefficient, float("nan")))
+        tl.store(clip, tl.where(result <= LARGEST, coefficient, float("nan")))
         tl.store(counter, 0)
 
 

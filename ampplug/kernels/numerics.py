@@ -9,12 +9,14 @@ _FP32 = tl.constexpr(FP32)
 _BF16 = tl.constexpr(BF16)
 _FP16 = tl.constexpr(FP16)
 _SPLIT = tl.constexpr(SPLIT)
+# The largest fp32 number, to the last digit: one digit less, rounded up, lies beyond fp32, and Triton compares all elements in fp64.
+LARGEST = tl.constexpr(3.4028234663852886e38)
 _LARGEST_SCALE = tl.constexpr(2.0**126)
 
 
 @jit
 def to_fp8(y, FP8: tl.constexpr):
-    """fp32 within the range of FP8 (or NaN) -> FP8, to nearest even."""
+    """fp32 from `saturate` -> FP8, to nearest even; what lies beyond the range becomes the largest value."""
     if INTERPRETED:
         KEPT: tl.constexpr = 20 if FP8 == tl.float8e4nv else 21  # fp32 mantissa bits that FP8 drops
         BIAS: tl.constexpr = 7 if FP8 == tl.float8e4nv else 15
@@ -32,9 +34,15 @@ def to_fp8(y, FP8: tl.constexpr):
 
 
 @jit
-def saturate(y, x, FP8_MAX: tl.constexpr):
-    """y clamped to +-FP8_MAX where x is finite, NaN elsewhere."""
-    return tl.where(tl.abs(x) <= 3.4028235e38, tl.minimum(tl.maximum(y, -FP8_MAX), FP8_MAX), float("nan"))
+def saturate(y, x, zero, FP8_MAX: tl.constexpr):
+    """For `to_fp8`: y, NaN where x is not finite. zero: 0.0.
+
+    One instruction: zero times Inf is NaN, and the conversion itself saturates what is finite, or became Inf by scaling.
+    """
+    y += x * zero
+    if INTERPRETED:
+        y = tl.where(y != y, y, tl.minimum(tl.maximum(y, -FP8_MAX), FP8_MAX))
+    return y
 
 
 @jit
@@ -46,7 +54,7 @@ def magnitude_bits(x):
 @jit
 def scale_from_amax(amax, old_scale, fp8_max, POWER_OF_TWO: tl.constexpr):
     """`formats.scale_from_amax`; fp8_max already holds the margin."""
-    usable = (amax > 0) & (amax <= 3.4028235e38)
+    usable = (amax > 0) & (amax <= LARGEST)
     scale = tl.minimum(tl.div_rn(fp8_max + tl.zeros_like(amax), tl.where(usable, amax, 1.0)), _LARGEST_SCALE)
     if POWER_OF_TWO:
         scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -85,6 +93,12 @@ def tile_offsets(C, ALIGNED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
 
 
 @jit
+def load(pointer, mask):
+    """tl.load, zero where masked; mask may be None."""
+    return tl.load(pointer) if mask is None else tl.load(pointer, mask=mask, other=0)
+
+
+@jit
 def load_value(address, low_address, offset, mask, kind, ALIGNED: tl.constexpr):
     """Elements of a parameter or gradient as fp32. address: int64; kind: FP32, BF16, FP16 or SPLIT, the same for the whole tile.
 
@@ -92,13 +106,13 @@ def load_value(address, low_address, offset, mask, kind, ALIGNED: tl.constexpr):
     """
     value = tl.zeros(offset.shape, tl.float32)
     if kind == _FP32:
-        value = tl.load(typed(address, tl.float32, ALIGNED) + offset, mask=mask, other=0.0)
+        value = load(typed(address, tl.float32, ALIGNED) + offset, mask)
     elif kind == _FP16:
-        value = tl.load(typed(address, tl.float16, ALIGNED) + offset, mask=mask, other=0.0).to(tl.float32)
+        value = load(typed(address, tl.float16, ALIGNED) + offset, mask).to(tl.float32)
     else:
-        high = tl.load(typed(address, tl.int16, ALIGNED) + offset, mask=mask, other=0).to(tl.int32) << 16
+        high = load(typed(address, tl.int16, ALIGNED) + offset, mask).to(tl.int32) << 16
         if kind == _SPLIT:
-            high += tl.load(typed(low_address, tl.int16, ALIGNED) + offset, mask=mask, other=0).to(tl.int32)
+            high += load(typed(low_address, tl.int16, ALIGNED) + offset, mask).to(tl.int32)
         value = high.to(tl.float32, bitcast=True)
     return value
 
@@ -122,6 +136,22 @@ def reciprocal(x):
 
 
 @jit
+def square_root(x):
+    """sqrt(x) to about one unit in the last place, zero where x is below the smallest normal number."""
+    if INTERPRETED:
+        return tl.sqrt(x)
+    return tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@jit
+def reciprocal_root(x):
+    """1 / sqrt(x) to about one unit in the last place, for normal numbers."""
+    if INTERPRETED:
+        return tl.rsqrt(x)
+    return tl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@jit
 def mix(h):
     """`formats._mix` on uint32."""
     h = (h ^ (h >> 16)) * 0x7FEB352D
@@ -131,15 +161,18 @@ def mix(h):
 
 @jit
 def encode_v(v, random):
-    """`formats.encode_v` on a tile [R, 128]; random: uint32. Returns codes (int32) and top exponents [R] (int32)."""
+    """`formats.encode_v` on a tile [R, 128]; random: uint32. Returns codes (int32), top exponents [R] (int32), and what the codes stand for (fp32)."""
     v = tl.minimum(v, 8.507059e37)  # NaN, too, becomes 2**126
     bits = v.to(tl.int32, bitcast=True)
     top = (tl.max(bits, 1) + ((1 << 20) - 1)) >> 23
     base = ((top - 15) << 23)[:, None]
-    fine = bits >= base
-    above = bits - base + ((random & 0xFFFF) << tl.where(fine, 4, 6).to(tl.uint32)).to(tl.int32)
-    code = tl.maximum(128 + (above >> tl.where(fine, 20, 22)), 1)
-    return tl.where(v >= 1.1754944e-38, code, 0), top
+    above = bits - base
+    cut = tl.where(above >= 0, 20, 22)
+    above += ((random & 0xFFFF) << (cut - 16).to(tl.uint32)).to(tl.int32)
+    above = tl.maximum(above >> cut, -127)
+    live = v >= 1.1754944e-38
+    stored = tl.where(live, base + (above << cut), 0).to(tl.float32, bitcast=True)
+    return tl.where(live, above + 128, 0), top, stored
 
 
 @jit

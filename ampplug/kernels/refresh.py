@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ampplug import formats
-from ampplug.kernels.numerics import columns_of, load_value, magnitude_bits, saturate, tile_offsets, to_fp8, typed
+from ampplug.kernels.numerics import LARGEST, columns_of, load_value, magnitude_bits, saturate, tile_offsets, to_fp8, typed
 from ampplug.kernels.tables import CHUNK_COLS, CHUNK_ROWS, COLUMN, WIDTH
 from ampplug.kernels.triton_runtime import jit, launch, tl
 
@@ -51,7 +51,7 @@ def _tile(row, first, col0, ALIGNED: tl.constexpr, BR: tl.constexpr, BC: tl.cons
 
 @jit
 def _write(row, first, col0, value, mask, scale, ALIGNED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    q = to_fp8(saturate(value * scale, value, 448.0), tl.float8e4nv)
+    q = to_fp8(saturate(value * scale, value, 0.0, 448.0), tl.float8e4nv)
     stride = tl.multiple_of(tl.load(row + _W8_STRIDE).to(tl.int32), 16)
     w8 = typed(tl.load(row + _W8) + first.to(tl.int64) * stride + col0, tl.float8e4nv, ALIGNED)
     tl.store(w8 + tile_offsets(stride, ALIGNED, BR, BC), q, mask=mask)
@@ -92,7 +92,7 @@ def weight_cast_kernel(
     col0 = tl.multiple_of(tl.load(chunks + 2 * n_chunks + chunk), 128)
     weight = tl.load(row + _WEIGHT)
     amax = tl.load(next_amaxes + weight)
-    usable = (amax > 0.0) & (amax <= 3.4028235e38)
+    usable = (amax > 0.0) & (amax <= LARGEST)
     scale = tl.minimum(tl.div_rn(448.0, tl.where(usable, amax, 448.0)), 8.507059e37)
     if POWER_OF_TWO:
         scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ampplug import formats
 from ampplug.kernels.adam_step import skipped
-from ampplug.kernels.numerics import scale_from_amax
+from ampplug.kernels.numerics import LARGEST, scale_from_amax
 from ampplug.kernels.tables import COLUMN, HYPER, HYPER_WIDTH, WIDTH
 from ampplug.kernels.triton_runtime import jit, launch, tl
 
@@ -64,7 +64,7 @@ def scale_update_kernel(
     slot = i < n_slots
     # a skipped step counts as one that recorded nothing
     recorded = tl.where(skip != 0, 0.0, tl.load(amax + i, mask=slot, other=0.0))
-    usable = slot & (recorded > 0.0) & (recorded <= 3.4028235e38)
+    usable = slot & (recorded > 0.0) & (recorded <= LARGEST)
     at = tl.load(position + i, mask=usable, other=0)
     h = tl.arange(0, HISTORY_BLOCK)
     newest = h[None, :] == (at % HISTORY)[:, None]

@@ -34,7 +34,7 @@ def test_equals_reference(fp8, dtype, m, k, transposed, device):
     scales = [torch.tensor([value], device=device) for value in (3.7, 0.0, 1e-3, 500.0)]
     for scale, own in ((scales[0], False), (scales[1], True), (None, True), (scales[2], False), (scales[3], False), (scales[3], True)):
         record, expected_record = torch.zeros(1, device=device), torch.zeros(1)
-        scratch = torch.zeros(2, dtype=torch.int32, device=device)
+        scratch = torch.zeros(3, dtype=torch.int32, device=device)
         found = cast.triton_cast(x, fp8, scale, partials if own else None, record, scratch, True, True)
         wanted = cast.reference_cast(
             x.cpu(), fp8, None if scale is None else scale.cpu(), cast.reference_amax(x.cpu()) if own else None, expected_record, True, True
@@ -47,7 +47,7 @@ def test_nan_and_inf_show(device):
     x = torch.randn(40, 70, device=device)
     x[3, 5], x[20, 60] = math.nan, math.inf
     record = torch.zeros(1, device=device)
-    scratch = torch.zeros(2, dtype=torch.int32, device=device)
+    scratch = torch.zeros(3, dtype=torch.int32, device=device)
     q, qt, _ = cast.triton_cast(x, formats.E4M3, torch.ones(1, device=device), None, record, scratch, True, True)
     bad = torch.isnan(q.float())
     assert bad.sum() == 2 and bad[3, 5] and bad[20, 60] and torch.isnan(qt.float()).sum() == 2
@@ -57,11 +57,27 @@ def test_nan_and_inf_show(device):
 def test_outgrown_scale_is_replaced(device):
     """A range that jumped a thousandfold is cast with its own amax, not clipped."""
     x = torch.randn(70, 90, device=device) * 1e3
-    scratch = torch.zeros(2, dtype=torch.int32, device=device)
+    scratch = torch.zeros(3, dtype=torch.int32, device=device)
     q, _, inverse = cast.triton_cast(x, formats.E4M3, torch.full((1,), 100.0, device=device), None, None, scratch, True, False)
     assert inverse.item() == pytest.approx(x.abs().max().item() / 448, rel=1e-6)
     back = q.float()[:, :90] * inverse
     assert (back - x).norm() / x.norm() < 0.04 and not scratch.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m,k", [(16, 16), (300, 520), (16384, 2048), (5000, 8200)])
+def test_many_programs_mend_together(m, k):
+    """Waiting, mending and clearing up, again and again on one slot, with scales that fit and others that do not."""
+    device = torch.device("cuda", 0)
+    x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+    scratch = torch.zeros(3, dtype=torch.int32, device=device)
+    fits, outgrown = torch.full((1,), 20.0, device=device), torch.full((1,), 1e4, device=device)
+    wanted = {id(s): cast.reference_cast(x, formats.E4M3, s, None, None, True, True) for s in (fits, outgrown)}
+    for scale in (fits, outgrown, outgrown, fits) * 8:
+        record = torch.zeros(1, device=device)
+        found = cast.triton_cast(x, formats.E4M3, scale, None, record, scratch, True, True)
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(found, wanted[id(scale)], strict=True))
+        assert record.item() == x.abs().max().item() and not scratch.any()
 
 
 def test_power_of_two(device):
