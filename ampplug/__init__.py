@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ampplug.config import Config as Config
     from ampplug.entry import initialize as initialize
     from ampplug.entry import plan as plan
+    from ampplug.graph import capture as capture
     from ampplug.kernels.triton_runtime import check_fp8_support as check_fp8_support
     from ampplug.planning import Plan as Plan
     from ampplug.scaler import GradScaler as GradScaler
@@ -28,6 +29,7 @@ _PUBLIC = {
     "Config": "config",
     "GradScaler": "scaler",
     "Plan": "planning",
+    "capture": "graph",
     "check_fp8_support": "kernels.triton_runtime",
     "clip_grad_norm_": "clip",
     "fp32_state_dict": "checkpoint",

@@ -9,6 +9,7 @@ asynchronously that a slot has its scale, and only then leaves the launch that c
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,6 +55,7 @@ class ScaleBook:
         self.amax_views = list(self.amax.split(1))
         self.scale_views = list(self.scale.split(1))
         self.scratch_views = list(self.scratch.unbind(0))
+        _books[self.scale.untyped_storage().data_ptr()] = weakref.ref(self)
 
     def __deepcopy__(self, memo: dict) -> ScaleBook:
         other = object.__new__(ScaleBook)
@@ -83,6 +85,11 @@ class ScaleBook:
         self.device = device
         self._pending = None
         self._make_views()
+
+    @property
+    def complete(self) -> bool:
+        """Whether the host knows that every slot has a scale."""
+        return self._all_known
 
     def poll(self) -> None:
         """Take note of the slots that have a scale by now, if that news has arrived; never waits for it."""
@@ -164,6 +171,18 @@ class ScaleBook:
         self.known = [False] * len(self.names)
         self._ask()
         return missing
+
+
+_books: dict[int, weakref.ref[ScaleBook]] = {}
+
+
+def find_book(key: Tensor) -> tuple[ScaleBook | None, int]:
+    """The book one of whose `scale_views` is `key`, and its slot; (None, -1) where there is none."""
+    reference = _books.get(key.untyped_storage().data_ptr())
+    book = None if reference is None else reference()
+    if book is None or book.scale.untyped_storage().data_ptr() != key.untyped_storage().data_ptr():
+        return None, -1
+    return book, key.storage_offset()
 
 
 _TENSORS = ("amax", "history", "position", "scale", "scratch", "fp8_max")

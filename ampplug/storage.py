@@ -7,6 +7,7 @@ N16 and K16 are N and K rounded up to a multiple of 16; the padding stays zero.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -173,6 +174,7 @@ class WeightBank:
         for w, (w8, w8t) in zip(self.weights, zip(self._arena.views[::2], self._arena.views[1::2], strict=True), strict=True):
             w.w8, w.w8t = w8, w8t
             w.amax, w.next_amax, w.scale, w.scale_inv = (row[w.index * SPACING : w.index * SPACING + 1] for row in self._numbers)
+        _banks[self._numbers.untyped_storage().data_ptr()] = weakref.ref(self)
         self._tables: dict[tuple, tuple[Tensor, Tensor]] = {}
         self._transpose_table = upload([[w.w8.data_ptr(), w.w8t.data_ptr(), *w.w8.shape] for w in self.weights], self.device, TRANSPOSE_WIDTH)
         self._transpose_tiles = transpose_tiles([(w.w8.shape[0], w.w8.shape[1]) for w in self.weights], self.device)
@@ -234,6 +236,18 @@ class WeightBank:
         return self._tables[key]
 
 
+_banks: dict[int, weakref.ref[WeightBank]] = {}
+
+
+def find_weight(key: Tensor) -> tuple[WeightBank, Weight]:
+    """The bank and the weight in it whose `scale_inv` is `key`."""
+    reference = _banks.get(key.untyped_storage().data_ptr())
+    bank = None if reference is None else reference()
+    if bank is None:
+        raise RuntimeError("ampplug: a compiled layer does not find its FP8 weight; its memory was moved or copied by something else than the module")
+    return bank, bank.weights[(key.storage_offset() % bank._numbers.shape[1]) // SPACING]
+
+
 def table_row(p: Tensor, weight: Weight | None, *, low: Tensor | None = None) -> list[int]:
     """Row of `kernels.tables.COLUMNS` for a contiguous parameter; what belongs to an optimizer is left 0."""
     rows, cols = matrix_shape(p.shape)
@@ -259,4 +273,7 @@ def upload(rows: list[list[int]], device: torch.device, width: int = WIDTH) -> T
     """Rows -> int64 table [rows, width] on the device, without waiting for it. Never changed afterwards: a captured graph may own it."""
     if not rows:
         return torch.zeros(0, width, dtype=torch.int64, device=device)
-    return torch.tensor(rows, dtype=torch.int64, pin_memory=on_gpu(device)).to(device, non_blocking=True)
+    host = torch.tensor(rows, dtype=torch.int64, pin_memory=on_gpu(device))
+    table = host.to(device, non_blocking=True)
+    table._source = host  # type: ignore[attr-defined]  # a graph that captured the copy reads this memory at every replay
+    return table

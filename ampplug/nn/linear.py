@@ -39,6 +39,18 @@ class LinearState:
     weight: Weight
     transposed: bool  # the parameter is [K, N] (Hugging Face's Conv1D)
 
+    def __post_init__(self) -> None:
+        self.make_keys()
+
+    def make_keys(self) -> None:
+        """Tensors by which the operators of compiled models find weight and slots (None without a book); again after a move to another device.
+
+        Plain attributes: what the compiler would compute here, it would make a constant of the graph, one for each layer.
+        """
+        self.key = self.weight.scale_inv
+        self.x_key = None if self.book is None else self.book.scale_views[self.x_slot]
+        self.dy_key = None if self.book is None else self.book.scale_views[self.dy_slot]
+
     def __deepcopy__(self, memo: dict) -> LinearState:
         """A copy computes the same and is independent of the original: its own bank with this weight alone, its own scales."""
         w = self.weight
@@ -90,15 +102,18 @@ class LinearState:
         return Operand(*pair, w.scale_inv)
 
     def _cast_now(self, weight: Tensor) -> Operand:
-        matrix = weight.detach().t() if self.transposed else weight.detach()
-        rows, columns, scale_inv = cast(
-            matrix, formats.E4M3, partials=partial_amax(matrix), transpose=True, power_of_two=self.bank.power_of_two
-        )
-        assert rows is not None and columns is not None
-        n16 = columns.shape[1]
-        if rows.shape[0] != n16:  # the GEMM wants padded rows, too
-            rows = torch.nn.functional.pad(rows.view(torch.uint8), (0, 0, 0, n16 - rows.shape[0])).view(rows.dtype)
-        return Operand(rows, columns, scale_inv)
+        return cast_weight(weight, self.transposed, self.bank.power_of_two)
+
+
+def cast_weight(weight: Tensor, transposed: bool, power_of_two: bool) -> Operand:
+    """A weight in FP8 by its own amax, made now."""
+    matrix = weight.detach().t() if transposed else weight.detach()
+    rows, columns, scale_inv = cast(matrix, formats.E4M3, partials=partial_amax(matrix), transpose=True, power_of_two=power_of_two)
+    assert rows is not None and columns is not None
+    n16 = columns.shape[1]
+    if rows.shape[0] != n16:  # the GEMM wants padded rows, too
+        rows = torch.nn.functional.pad(rows.view(torch.uint8), (0, 0, 0, n16 - rows.shape[0])).view(rows.dtype)
+    return Operand(rows, columns, scale_inv)
 
 
 def _rebuild(
@@ -130,23 +145,28 @@ class _Call(NamedTuple):
     n: int
 
 
-def _quantize(x: Tensor, call: _Call, slot: int, dtype: torch.dtype, rows: bool, transpose: bool) -> tuple[Any, Any, Tensor]:
-    """FP8 of an activation or output gradient [M, *], by the slot's delayed scale in training and by its own amax otherwise."""
-    book = call.state.book
-    power_of_two = call.state.bank.power_of_two
-    if book is None or not call.training:
+def quantize(
+    x: Tensor, book: ScaleBook | None, slot: int, power_of_two: bool, dtype: torch.dtype, rows: bool, transpose: bool, delayed: bool, record: bool
+) -> tuple[Any, Any, Tensor]:
+    """FP8 of an activation or output gradient [M, *]: by the slot's scale if `delayed` (in training) and there is a book, else by its own amax."""
+    if book is None or not delayed:
         return cast(x, dtype, partials=partial_amax(x), rows=rows, transpose=transpose, power_of_two=power_of_two)
     return cast(
         x,
         dtype,
         scale=book.scale_views[slot],
         partials=None if book.known[slot] else partial_amax(x),
-        record=book.amax_views[slot] if call.record else None,
+        record=book.amax_views[slot] if record else None,
         scratch=book.scratch_views[slot],
         rows=rows,
         transpose=transpose,
         power_of_two=power_of_two,
     )
+
+
+def _quantize(x: Tensor, call: _Call, slot: int, dtype: torch.dtype, rows: bool, transpose: bool) -> tuple[Any, Any, Tensor]:
+    state = call.state
+    return quantize(x, state.book, slot, state.bank.power_of_two, dtype, rows, transpose, call.training, call.record)
 
 
 class _Fp8Linear(torch.autograd.Function):
@@ -195,7 +215,6 @@ class _Fp8Linear(torch.autograd.Function):
         return dx, dw, db, None
 
 
-@torch.compiler.disable  # compiled models break their graph here: slower than they could be, but never with stale weights
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: LinearState, training: bool) -> Tensor:
     """x [..., K] -> [..., N]. Output dtype as nn.Linear's: autocast's inside autocast, else x's."""
     if x.is_nested or not x.is_floating_point() or torch._C._are_functorch_transforms_active():
@@ -240,13 +259,22 @@ def _without_kernels(x: Tensor, weight: Tensor, bias: Tensor | None, state: Line
     return nn.functional.linear(rounded(x), rounded(matrix).to(x.dtype), bias)
 
 
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: LinearState, training: bool) -> Tensor:
+    """The layer's computation, eager or as the compiler shall see it."""
+    if torch.compiler.is_compiling():
+        from ampplug.nn.compiled import traced_linear
+
+        return traced_linear(x, weight, bias, state, training)
+    return fp8_linear(x, weight, bias, state, training)
+
+
 class _Converted:
     """What both converted layers share."""
 
     _ampplug: LinearState
 
     def forward(self, x: Tensor) -> Tensor:
-        return fp8_linear(x, self.weight, self.bias, self._ampplug, self.training)  # type: ignore[attr-defined]
+        return _linear(x, self.weight, self.bias, self._ampplug, self.training)  # type: ignore[attr-defined]
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)  # type: ignore[misc]
@@ -259,7 +287,7 @@ class Linear(_Converted, nn.Linear):
     """An `nn.Linear` that computes in FP8. Made by `ampplug.initialize`, in place: the module and its parameters stay the same objects."""
 
     def forward(self, input: Tensor) -> Tensor:  # named as nn.Linear's
-        return fp8_linear(input, self.weight, self.bias, self._ampplug, self.training)
+        return _linear(input, self.weight, self.bias, self._ampplug, self.training)
 
 
 def conv1d_class(base: type) -> type:

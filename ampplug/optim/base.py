@@ -165,6 +165,15 @@ class LowBitOptimizer(torch.optim.Optimizer):
                 r.weight.mark_fresh()
         return loss
 
+    @torch.no_grad()
+    def prepare_replay(self) -> None:
+        """Before a captured step is replayed: hyperparameters to the device, and what was loaded or edited since taken note of."""
+        for g in self.param_groups:
+            check_group(g, type(self).__name__)
+        self._low_bit.set_hyper(self.param_groups)
+        for r in self._low_bit.records.values():
+            self._low_bit.reconcile(r)
+
     def _fingerprint(self) -> Any:
         book = () if self._book is None else self._book.names
         return book, [(tuple(r.param.shape), str(r.param.dtype)) for r in self._low_bit.records.values()]

@@ -1,0 +1,138 @@
+"""The FP8 Linear for `torch.compile`: custom operators where eager mode launches kernels, so that the compiler sees no graph break.
+
+Eager mode does not come here: dispatching an operator costs more than a launch. An operator knows its slot or weight by a tensor that it is
+given as a key (a one-element view of the ScaleBook's scales, of the WeightBank's inverse scales): the compiler then has nothing to guard but
+ordinary tensors, and layers of the same shape share one graph. That a cast raises the slot's recorded amax is not declared to the compiler:
+functionalization would copy the arrays around every cast, and the record is a maximum, to which neither order nor repetition matters.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ampplug import formats
+from ampplug.nn.gemm import scaled_mm
+from ampplug.nn.linear import LinearState, Operand, cast_weight, fp8_linear, quantize
+from ampplug.scaling import find_book
+from ampplug.storage import find_weight
+
+
+@torch.library.custom_op("ampplug::cast", mutates_args=())
+def cast_op(x: Tensor, key: Tensor, gradient: bool, rows: bool, transpose: bool, delayed: bool, record: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """`quantize` of x [M, K] for the slot (or, with current scaling, the weight) of `key`. What is not asked for comes back empty."""
+    book, slot = find_book(key)
+    power_of_two = book.power_of_two if book is not None else find_weight(key)[0].power_of_two
+    if book is not None:
+        book.poll()
+    dtype = formats.E5M2 if gradient else formats.E4M3
+    q, qt, scale_inv = quantize(x, book, slot, power_of_two, dtype, rows, transpose, delayed, record)
+    nothing = x.new_empty(0, dtype=dtype) if q is None or qt is None else None
+    return nothing if q is None else q, nothing if qt is None else qt, scale_inv
+
+
+@cast_op.register_fake
+def _(x: Tensor, key: Tensor, gradient: bool, rows: bool, transpose: bool, delayed: bool, record: bool) -> tuple[Tensor, Tensor, Tensor]:
+    m, k = x.shape
+    m16, k16 = (m + 15) // 16 * 16, (k + 15) // 16 * 16
+    dtype = formats.E5M2 if gradient else formats.E4M3
+    q = x.new_empty(m, k16, dtype=dtype) if rows else x.new_empty(0, dtype=dtype)
+    qt = x.new_empty(k16, m16, dtype=dtype) if transpose else x.new_empty(0, dtype=dtype)
+    return q, qt, x.new_empty(1, dtype=torch.float32)
+
+
+@torch.library.custom_op("ampplug::weight_matmul", mutates_args=())
+def weight_matmul(
+    q: Tensor, scale_inv: Tensor, weight: Tensor, key: Tensor, transposed: bool, backward: bool, training: bool, out_dtype: torch.dtype
+) -> Tensor:
+    """q [M, K16] times W8 transposed -> [M, N16], or with `backward` q [M, N16] times W8 -> [M, K16]. key: inverse scale of the weight in its bank."""
+    operand = _operand(weight, key, transposed, training)
+    return scaled_mm(q, operand.backward if backward else operand.forward, scale_inv, operand.scale_inv, out_dtype, fast=not backward)
+
+
+@weight_matmul.register_fake
+def _(
+    q: Tensor, scale_inv: Tensor, weight: Tensor, key: Tensor, transposed: bool, backward: bool, training: bool, out_dtype: torch.dtype
+) -> Tensor:
+    columns = weight.shape[1 if backward != transposed else 0]
+    return q.new_empty(q.shape[0], (columns + 15) // 16 * 16, dtype=out_dtype)
+
+
+@torch.library.custom_op("ampplug::matmul", mutates_args=())
+def matmul(a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """`scaled_mm` with the accurate accumulator: the weight gradient."""
+    return scaled_mm(a, b, a_scale_inv, b_scale_inv, out_dtype, fast=False)
+
+
+@matmul.register_fake
+def _(a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out_dtype: torch.dtype) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
+
+
+def _operand(weight: Tensor, key: Tensor, transposed: bool, training: bool) -> Operand:
+    """As `LinearState.operand`, for a weight that may be another tensor object over the same memory."""
+    bank, w = find_weight(key)
+    p = w.param
+    if not training or weight.data_ptr() != p.data_ptr() or weight.shape != p.shape or not weight.is_contiguous():
+        return cast_weight(weight, transposed, bank.power_of_two)
+    if not w.fresh:
+        bank.refresh([w], keep_scale=w.master.restored)
+    return Operand(*((w.w8t, w.w8) if transposed else (w.w8, w.w8t)), w.scale_inv)
+
+
+class _TracedLinear(torch.autograd.Function):
+    """x [M, K] -> [M, N]. The keys of x and dy are None with current scaling."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, x_key, dy_key, key, transposed, need_x, need_weight, training, record, out_dtype):  # type: ignore[no-untyped-def]
+        x8, x8t, x_inv = torch.ops.ampplug.cast(x, key if x_key is None else x_key, False, True, need_weight, training, record)
+        ctx.save_for_backward(x8t, x_inv, weight, key, *(() if dy_key is None else (dy_key,)))
+        ctx.transposed, ctx.need_x, ctx.need_weight, ctx.training, ctx.record = transposed, need_x, need_weight, training, record
+        ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
+        y = torch.ops.ampplug.weight_matmul(x8, x_inv, weight, key, transposed, False, training, out_dtype)
+        n = weight.shape[1 if transposed else 0]
+        if y.shape[1] != n:
+            y = y[:, :n]
+        return y if bias is None else y + bias.to(y.dtype)
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        x8t, x_inv, weight, key, *dy_key = ctx.saved_tensors
+        dx = dw = db = None
+        rows, columns = weight.shape
+        dy8, dy8t, dy_inv = torch.ops.ampplug.cast(dy, dy_key[0] if dy_key else key, True, ctx.need_x, ctx.need_weight, ctx.training, ctx.record)
+        if ctx.need_x:
+            dx = torch.ops.ampplug.weight_matmul(dy8, dy_inv, weight, key, ctx.transposed, True, ctx.training, ctx.x_dtype)
+            dx = dx[:, : rows if ctx.transposed else columns]
+        if ctx.need_weight:
+            if ctx.transposed:
+                dw = torch.ops.ampplug.matmul(x8t, dy8t, x_inv, dy_inv, weight.dtype)
+            else:
+                dw = torch.ops.ampplug.matmul(dy8t, x8t, dy_inv, x_inv, weight.dtype)
+            dw = dw[:rows, :columns]
+        if ctx.bias_dtype is not None:
+            db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return dx, dw, db, None, None, None, None, None, None, None, None, None
+
+
+@torch.compiler.disable  # a graph break, for what is rare
+def _untraced(x: Tensor, weight: Tensor, bias: Tensor | None, state: LinearState, training: bool) -> Tensor:
+    y = fp8_linear(x, weight, bias, state, training)
+    state.make_keys()  # had the model moved, its arrays are where it is now
+    return y
+
+
+def traced_linear(x, weight, bias, state, training):  # type: ignore[no-untyped-def]
+    """`fp8_linear` as the compiler traces it."""
+    k, n = (weight.shape[0], weight.shape[1]) if state.transposed else (weight.shape[1], weight.shape[0])
+    odd = x.is_nested or x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or x.shape[-1] != k or x.numel() == 0 or n == 0
+    if odd or state.key.device != x.device or torch._C._are_functorch_transforms_active():
+        return _untraced(x, weight, bias, state, training)
+    kind = x.device.type
+    out_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    grad = torch.is_grad_enabled()
+    y = _TracedLinear.apply(
+        x.reshape(-1, k), weight, bias, state.x_key, state.dy_key, state.key, state.transposed, grad and x.requires_grad,
+        grad and weight.requires_grad, training, training and grad, out_dtype,
+    )  # fmt: skip
+    return y.reshape(*x.shape[:-1], n)

@@ -1,0 +1,154 @@
+"""torch.compile of a converted model: no graph break, no recompilation, the same numbers as eager."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+import ampplug
+
+
+class Block(nn.Module):
+    """Shapes that need padding, a bias and none, a residual, two users of one input."""
+
+    def __init__(self, width: int = 40, hidden: int = 72):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.gate = nn.Linear(width, hidden), nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        return x + self.down(torch.relu(self.gate(h)) * self.up(h))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    counters.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    torch._dynamo.reset()
+
+
+def make(level: str = "O2", layers: int = 2, **settings):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block() for _ in range(layers)], nn.Linear(40, 17))
+    return ampplug.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), level, select="all", **settings)
+
+
+def train(model, optimizer, forward, steps: int = 4, autocast: bool = False) -> list[torch.Tensor]:
+    """Everything a training run shows, with a changing lr and a jumping range; evaluation at the end."""
+    seen = []
+    for t in range(steps):
+        optimizer.param_groups[0]["lr"] = 1e-2 / (t + 1)
+        x = (torch.randn(3, 7, 40, generator=torch.Generator().manual_seed(t)) * 10.0 ** (t % 3)).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = forward(x)
+        y.float().square().mean().backward()
+        seen += [y.detach().clone(), x.grad.clone(), *[p.grad.clone() for p in model.parameters()]]
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        seen.append(forward(x).clone())
+    model.train()
+    if model[0].up._ampplug.book is not None:
+        seen.append(model[0].up._ampplug.book.history.clone())
+    return [*seen, *[p.detach().clone() for p in model.parameters()]]
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_compiled_equals_eager(level: str, recipe: str, autocast: bool):
+    runs = []
+    for compiled in (False, True):
+        model, optimizer = make(level, recipe=recipe)
+        forward = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        runs.append(train(model, optimizer, forward, autocast=autocast))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]  # training and evaluation; nothing was compiled again
+
+
+def test_inductor_trains_alike():
+    """The compiler's own kernels round elementwise work differently; what FP8 makes of it stays close."""
+    runs = []
+    for compiled in (False, True):
+        model, optimizer = make()
+        runs.append(train(model, optimizer, torch.compile(model, fullgraph=True) if compiled else model))
+    for a, b in zip(*runs, strict=True):
+        assert (a.float() - b.float()).norm() <= 0.05 * a.float().norm() + 1e-6
+
+
+def test_blocks_share_a_graph():
+    """Compiled one by one, blocks of the same shapes need no graph of their own: nothing in a layer is a constant of it."""
+    model, optimizer = make(layers=6)
+    for block in model[:6]:
+        block.compile(fullgraph=True, backend="aot_eager")
+    train(model, optimizer, model, steps=2)
+    assert counters["stats"]["unique_graphs"] <= 3  # with and without a gradient for the input, and evaluation
+
+
+def test_weights_written_to_are_seen():
+    """What the operator runs is ordinary Python: it looks whether W8 is of this weight as it is."""
+    model, _ = make()
+    forward = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = torch.randn(5, 40)
+    before = forward(x)
+    other = copy.deepcopy(model.state_dict())
+    for key in other:
+        other[key] = other[key] * 2
+    model.load_state_dict(other)
+    assert torch.equal(forward(x), model(x)) and not torch.equal(forward(x), before)
+
+
+def test_checkpointing_inside_records_once():
+    """Recomputation casts again with the same scale, and the record is a maximum."""
+    from torch.utils.checkpoint import checkpoint
+
+    runs = []
+    for compiled in (False, True):
+        model, optimizer = make()
+
+        def forward(x, model=model):
+            for block in model[:2]:
+                x = checkpoint(block, x, use_reentrant=False)
+            return model[2](x)
+
+        runs.append(train(model, optimizer, torch.compile(forward, fullgraph=True, backend="aot_eager") if compiled else forward))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_what_operators_do_not_take_breaks_the_graph_and_works():
+    model, _ = make(layers=1)
+    forward = torch.compile(model, backend="aot_eager")
+    x = torch.randn(5, 40, dtype=torch.float64)
+    with torch.no_grad():
+        linear = torch.compile(model[1], backend="aot_eager")
+        assert torch.equal(linear(x), model[1](x))
+        assert forward(torch.randn(0, 40)).shape == (0, 17)
+
+
+def test_fake_kernels_agree():
+    """Shapes, dtypes and strides that the compiler is told are those that come."""
+    model, _ = make(layers=1)
+    state = model[0].up._ampplug
+    from ampplug.nn import compiled
+
+    x, g = torch.randn(7, 40), torch.randn(7, 80)
+    for rows, transpose in ((True, True), (True, False), (False, True)):
+        torch.library.opcheck(compiled.cast_op, (x, state.x_key, False, rows, transpose, False, False), test_utils="test_faketensor")
+    q, _, inverse = torch.ops.ampplug.cast(x, state.x_key, False, True, False, False, False)
+    dq, dqt, dinverse = torch.ops.ampplug.cast(g[:, :72], state.dy_key, True, True, True, False, False)
+    for backward, left, scale in ((False, q, inverse), (True, dq, dinverse)):
+        arguments = (left, scale, model[0].up.weight.detach(), state.key, False, backward, True, torch.bfloat16)
+        torch.library.opcheck(compiled.weight_matmul, arguments, test_utils="test_faketensor")
+    qt = torch.ops.ampplug.cast(x, state.x_key, False, False, True, False, False)[1]
+    torch.library.opcheck(compiled.matmul, (dqt, qt, dinverse, inverse, torch.bfloat16), test_utils="test_faketensor")
