@@ -99,7 +99,11 @@ def fp8_to_float(q: Tensor) -> Tensor:
 
 def _mix(h: Tensor) -> Tensor:
     """32-bit finaliser "lowbias32" (Chris Wellons, "Prospecting for Hash Functions"), on int32 with logical shifts."""
-    h = h ^ ((h >> 16) & 0xFFFF)
+    return _mix_low(h ^ ((h >> 16) & 0xFFFF))
+
+
+def _mix_low(h: Tensor) -> Tensor:
+    """`_mix` without its first shift: enough where the key was mixed already and the lower bits count."""
     h = h * 0x7FEB352D
     h = h ^ ((h >> 15) & 0x1FFFF)
     h = h * (0x846CA68B - (1 << 32))
@@ -119,7 +123,7 @@ def rounding_bits(seed: int, step: Tensor, ordinal: int, index: Tensor) -> Tenso
     low = index & 0xFFFFFFFF
     low = torch.where(low >= 1 << 31, low - (1 << 32), low).to(torch.int32)
     high = (index[..., :1] >> 32).to(torch.int32)
-    return _mix(low ^ _mix(key ^ high))
+    return _mix_low(low + _mix(key ^ high))
 
 
 def _signed32(x: int) -> int:
@@ -189,10 +193,10 @@ def encode_ratio(ratio: Tensor, limit: float | Tensor, random: Tensor) -> Tensor
     """8-bit code (uint8) of m / sqrt(v) within +-limit: sign, then the top bits of the floating-point number `1 + |y|`.
 
     `y = ratio * 247 / limit`. Adding one makes the code linear near zero and logarithmic (1/16) further out, with no subnormals.
-    Stochastic rounding, unbiased; exact zero stays zero. `random`: int32, the upper 16 bits are used.
+    Stochastic rounding, unbiased; exact zero stays zero. `random`: int32, the upper 19 bits are used.
     """
     y = torch.where(torch.isnan(ratio), _RATIO_TOP, ratio.abs() * (_RATIO_TOP / limit))
-    noise = ((random >> 16) & 0xFFFF) << 3
+    noise = (random >> 13) & 0x7FFFF
     magnitude = ((y.clamp(max=_RATIO_TOP) + 1.0).view(torch.int32) + noise - _ONE_BITS) >> 19
     magnitude = magnitude.clamp(max=127)
     return torch.where(torch.signbit(ratio), magnitude | 0x80, magnitude).to(torch.uint8)
@@ -213,11 +217,9 @@ def split_master(value: Tensor) -> tuple[Tensor, Tensor]:
 
     Halves round away from zero; a value that rounds past the largest bf16 becomes Inf, as torch's own cast makes it.
     """
-    bits = value.view(torch.int32)
+    bits = torch.where(torch.isnan(value), 0x7FFF7FFF, value.view(torch.int32))
     high = (bits + 0x8000) >> 16
-    low = bits - (high << 16)
-    nan = torch.isnan(value)
-    return torch.where(nan, 0x7FC0, high).to(torch.int16).view(torch.bfloat16), torch.where(nan, 0, low).to(torch.int16)
+    return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
 
 
 def join_master(high: Tensor, low: Tensor) -> Tensor:

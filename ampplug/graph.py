@@ -122,7 +122,8 @@ class CapturedStep:
         return list(books.values())
 
     def _layers(self) -> list[LinearState]:
-        return [m._ampplug for m in self.model.modules() if isinstance(getattr(m, "_ampplug", None), LinearState)]
+        states = (getattr(m, "_ampplug", None) for m in self.model.modules())
+        return [s for s in states if isinstance(s, LinearState)]
 
     def _ready(self) -> bool:
         """Whether recording may begin: enough eager steps, and no slot that still needs its first scale."""
@@ -167,10 +168,10 @@ class CapturedStep:
                 for g in o.param_groups:
                     if g.get("capturable") is False:
                         raise RuntimeError(
-                            f"ampplug.capture: optimizer {type(o).__name__} has capturable=False; at O1 give it capturable=True (and lr as a tensor, if a scheduler "
-                            "changes it), or use O2"
+                            f"ampplug.capture: optimizer {type(o).__name__} has capturable=False; at O1 give it capturable=True (and lr as a "
+                            "tensor, if a scheduler changes it), or use O2"
                         )
-        self._refresh_stale()
+        self._bring_up_to_date()  # so that nothing is uploaded in the graph, which would upload it again at every replay
         graph = torch.cuda.CUDAGraph()
         args, kwargs = self._arguments()
         try:

@@ -182,7 +182,7 @@ def find_book(key: Tensor) -> tuple[ScaleBook | None, int]:
     book = None if reference is None else reference()
     if book is None or book.scale.untyped_storage().data_ptr() != key.untyped_storage().data_ptr():
         return None, -1
-    return book, key.storage_offset()
+    return book, int(key.storage_offset())
 
 
 _TENSORS = ("amax", "history", "position", "scale", "scratch", "fp8_max")

@@ -227,7 +227,7 @@ class WeightBank:
             if not w.param.is_contiguous():
                 raise RuntimeError(f"ampplug: weight {w.name!r} is no longer contiguous (strides {w.param.stride()}); make it so")
             rows.append(table_row(w.param.detach(), w, low=w.master.low))
-            shapes.append(matrix_shape(w.param.shape))
+            shapes.append((rows[-1][COLUMN["rows"]], rows[-1][COLUMN["cols"]]))
         key = tuple(map(tuple, rows))
         if key not in self._tables:
             if len(self._tables) >= 64:  # weights that keep moving must not pile tables up
@@ -245,12 +245,13 @@ def find_weight(key: Tensor) -> tuple[WeightBank, Weight]:
     bank = None if reference is None else reference()
     if bank is None:
         raise RuntimeError("ampplug: a compiled layer does not find its FP8 weight; its memory was moved or copied by something else than the module")
-    return bank, bank.weights[(key.storage_offset() % bank._numbers.shape[1]) // SPACING]
+    return bank, bank.weights[(int(key.storage_offset()) % bank._numbers.shape[1]) // SPACING]
 
 
 def table_row(p: Tensor, weight: Weight | None, *, low: Tensor | None = None) -> list[int]:
     """Row of `kernels.tables.COLUMNS` for a contiguous parameter; what belongs to an optimizer is left 0."""
-    rows, cols = matrix_shape(p.shape)
+    # W8T wants chunks of the true matrix; anything else may take the shape that is easiest
+    rows, cols = matrix_shape(p.shape) if weight is None else (p.shape[0], p.shape[1])
     row = [0] * WIDTH
     kind = KIND[p.dtype]
     if kind == BF16 and low is not None:
@@ -262,9 +263,8 @@ def table_row(p: Tensor, weight: Weight | None, *, low: Tensor | None = None) ->
     row[COLUMN["weight"]] = -1
     row[COLUMN["aligned"]] = int(cols % 16 == 0 and rows * cols == p.numel() and p.data_ptr() % 16 == 0)
     if weight is not None:
-        row[COLUMN["w8"]] = weight.w8.data_ptr()
-        # rows of whole groups have no padding, and a single row has no next: the flat view of 128 columns holds for W8, too
-        row[COLUMN["w8_stride"]] = weight.w8.shape[1] if (rows, cols) == tuple(p.shape) else cols
+        row[COLUMN["w8"]], row[COLUMN["w8t"]] = weight.w8.data_ptr(), weight.w8t.data_ptr()
+        row[COLUMN["w8_stride"]], row[COLUMN["w8t_stride"]] = weight.w8.shape[1], weight.w8t.shape[1]
         row[COLUMN["weight"]] = weight.index * SPACING
     return row
 

@@ -99,7 +99,6 @@ class Step:
         adam_step.triton_adam_step(
             self.table, self.chunks, self.hyper, self.steps, self.limits, b.amax, b.next_amax, b.scale, b.scale_inv, None, None, None, 1
         )
-        b.transpose()
 
     def run_norm(self) -> None:
         norm.triton_norm(self.table, self.chunks, self.partials, self.counter, self.norm, self.clip, 1.0)
@@ -147,14 +146,19 @@ def sweep_step(step: Step, bandwidth: float) -> list[dict]:
     """Other tiles and register limits for the step, each checked to leave W8T the transpose of W8."""
     rows = [dict(what="transpose alone", ms=median_ms(step.bank.transpose), launches=1, fraction=None)]
     default = adam_step.TILE_ROWS, adam_step.WARPS, adam_step.MAX_REGISTERS
-    for height, warps in ((8, 4), (16, 8), (32, 16)):
-        for registers in (80, 128, None):
-            adam_step.TILE_ROWS, adam_step.WARPS, adam_step.MAX_REGISTERS = height, warps, registers
-            ms = median_ms(step.run, 8, 2)
-            right = all(torch.equal(w.w8.view(torch.uint8).t(), w.w8t.view(torch.uint8)) for w in step.bank.weights[:8])
-            what = f"step {height}x128, {warps} warps, {registers} registers{'' if right else ': WRONG'}"
-            rows.append(dict(what=what, ms=ms, launches=1, fraction=step.bytes / ms / 1e9 / bandwidth))
+    for variant in [(2, 1, 72), (2, 1, 80), (2, 1, 96), (2, 1, 128), (4, 1, 128), (4, 1, 160), (4, 2, 80), (4, 2, 96), (8, 4, 80)]:
+        adam_step.TILE_ROWS, adam_step.WARPS, adam_step.MAX_REGISTERS = variant
+        ms = median_ms(step.run, 8, 2)
+        right = all(torch.equal(w.w8.view(torch.uint8).t(), w.w8t.view(torch.uint8)) for w in step.bank.weights[:8])
+        what = f"step rows, warps, registers {variant}{'' if right else ': WRONG'}"
+        rows.append(dict(what=what, ms=ms, launches=1, fraction=step.bytes / ms / 1e9 / bandwidth))
     adam_step.TILE_ROWS, adam_step.WARPS, adam_step.MAX_REGISTERS = default
+    default = norm.TILE_ROWS, norm.WARPS, norm.PROGRAMS
+    for variant in [(32, 4, 8), (32, 4, 12), (32, 4, 15), (64, 4, 8), (16, 4, 12), (64, 8, 8), (32, 8, 8), (16, 2, 15)]:
+        norm.TILE_ROWS, norm.WARPS, norm.PROGRAMS = variant
+        ms = median_ms(step.run_norm, 8, 2)
+        rows.append(dict(what=f"norm rows, warps, programs {variant}", ms=ms, launches=1, fraction=2 * step.elements / ms / 1e9 / bandwidth))
+    norm.TILE_ROWS, norm.WARPS, norm.PROGRAMS = default
     return rows
 
 
@@ -179,7 +183,7 @@ def cast_rows(bandwidth: float, sweep: bool) -> list[dict]:
 
         variants = [(cast.TILE_M, cast.TILE_K, cast.WARPS, cast.REGISTERS, cast.SPAN)]
         if sweep:
-            variants += [(32, 128, 4, 64, n) for n in (1, 2, 3, 6, 8, 16)] + [(64, 128, 8, 64, n) for n in (1, 2, 4)] + [(32, 64, 4, 48, 4), (32, 256, 8, 64, 4)]
+            variants += [(64, 128, 8, 64, 1), (64, 128, 8, 64, 3), (64, 128, 8, 64, 4), (32, 128, 4, 64, 2), (128, 128, 16, 64, 1), (128, 128, 16, 64, 2), (128, 64, 8, 64, 2)]
         default = variants[0]
         for variant in variants:
             cast.TILE_M, cast.TILE_K, cast.WARPS, cast.REGISTERS, cast.SPAN = variant

@@ -55,9 +55,10 @@ def test_no_runaway(runs):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_stall(runs, kind):
-    """Weights travel as with fp32 Adam: the mean within 5 % of it (2 % of the path where it turns back), every element within 12 % of the path.
+    """Weights travel as with fp32 Adam: the mean within 5 % of it (2 % of the path where it turns back), rms 5 % of the path, every element within 25 %.
 
-    The lowest of twelve decades have one mantissa bit in v: within half the path.
+    A gradient that never changes is the worst case: with ideal random bits the rms is 4.0 % of the path there, and the largest of 8192 elements
+    21 %. The lowest of twelve decades have one mantissa bit in v: within half the path, rms 13 %.
     """
     low, exact = (x[KINDS.index(kind)].detach() for x in runs[:2])
     lr = runs[5]
@@ -67,7 +68,9 @@ def test_no_stall(runs, kind):
     else:
         slack = 0.02 * STEPS * lr if kind == "switching" else 0.0
         assert low.mean().item() == pytest.approx(exact.mean().item(), rel=0.05, abs=slack)
-    assert ((low - exact).abs() < (0.5 if kind == "wide" else 0.12) * STEPS * lr).all()
+    path = STEPS * lr
+    assert ((low - exact).abs() < (0.5 if kind == "wide" else 0.25) * path).all()
+    assert (low - exact).square().mean().sqrt() < (0.13 if kind == "wide" else 0.05) * path
 
 
 def test_wide_groups_keep_every_element_moving(runs):

@@ -10,8 +10,8 @@ For every element, with g the gradient (times clip coefficient, over loss scale,
 where beta1**2 < beta2 (`formats.step_bound`); it makes `amax' <= amax + lr * bound` a theorem, so the scale of W8 is known before the pass,
 and it keeps a rounded v from hurling a weight. m is stored as a code of m / sqrt(v) with the v that was just stored.
 
-Bytes per element of a split weight with bf16 gradient and W8: 2 g + 4 p + 4 remainder + 2 + 2 moments + 1 W8 = 15. W8T is made by a second
-launch (`kernels/transpose.py`): written from here it cost more time than that launch.
+Bytes per element of a split weight with bf16 gradient: 2 g + 4 p + 4 remainder + 2 + 2 moments + 1 W8 + 1 W8T = 16. A program makes W8T of its
+chunk when it has written all of W8, which is still in the L2 cache then.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from ampplug.kernels.numerics import (
     load_value,
     magnitude_bits,
     mix,
+    mix_low,
+    pack4,
     reciprocal,
     reciprocal_root,
     split_master,
@@ -47,8 +49,8 @@ from ampplug.kernels.triton_runtime import jit, launch, tl
 _W = tl.constexpr(WIDTH)
 _H = tl.constexpr(HYPER_WIDTH)
 _GRAD, _PARAM, _LOW = (tl.constexpr(COLUMN[c]) for c in ("grad", "param", "low"))
-_RATIO, _V, _TOP, _W8 = (tl.constexpr(COLUMN[c]) for c in ("ratio", "v", "top", "w8"))
-_ROWS, _COLS, _NUMEL, _W8_STRIDE = (tl.constexpr(COLUMN[c]) for c in ("rows", "cols", "numel", "w8_stride"))
+_RATIO, _V, _TOP, _W8, _W8T = (tl.constexpr(COLUMN[c]) for c in ("ratio", "v", "top", "w8", "w8t"))
+_ROWS, _COLS, _NUMEL, _W8_STRIDE, _W8T_STRIDE = (tl.constexpr(COLUMN[c]) for c in ("rows", "cols", "numel", "w8_stride", "w8t_stride"))
 _KIND, _GRAD_KIND, _ALIGNED = (tl.constexpr(COLUMN[c]) for c in ("kind", "grad_kind", "aligned"))
 _GROUP, _WEIGHT, _ORDINAL = (tl.constexpr(COLUMN[c]) for c in ("group", "weight", "ordinal"))
 _LR, _LOG_BETA1, _LOG_BETA2 = (tl.constexpr(HYPER.index(h)) for h in ("lr", "log_beta1", "log_beta2"))
@@ -58,7 +60,7 @@ _BETA1, _BETA2 = (tl.constexpr(HYPER.index(h)) for h in ("beta1", "beta2"))
 _SPLIT, _BF16, _FP32 = tl.constexpr(SPLIT), tl.constexpr(BF16), tl.constexpr(FP32)
 
 # Rows that a program holds at a time, and its warps: what benchmarks/kernels.py --sweep found fastest.
-TILE_ROWS, WARPS = 8, 4
+TILE_ROWS, WARPS = 2, 1
 MAX_REGISTERS: int | None = 80
 
 # The predicted amax is rounded up so that fp32 rounding of the step cannot pass it.
@@ -174,6 +176,30 @@ def skipped(found_inf, clip, HAS_FOUND_INF: tl.constexpr, HAS_CLIP: tl.constexpr
 
 
 @jit
+def _transpose_chunk(w8, w8t, columns, rows, row0, col0, CHUNK: tl.constexpr, BC: tl.constexpr):
+    """W8T of the chunk of W8 that this program has just written. columns, rows: of W8, with its padding, which is zeros.
+
+    32 columns at a time: every fourth row apart, four rows packed into words, words transposed; each store is a line of 128 bytes.
+    """
+    tl.debug_barrier()
+    source = typed(w8, tl.uint8, True)
+    target = typed(w8t, tl.int32, True)
+    words = rows // 4
+    quarter = row0 // 4 + tl.arange(0, CHUNK // 4)
+    for i in range(0, BC, 32):
+        c = tl.multiple_of(col0 + i, 32) + tl.arange(0, 32)
+        inside = (quarter[:, None] < words) & (c[None, :] < columns)
+        at = source + quarter[:, None].to(tl.int64) * (4 * columns) + c[None, :]
+        # .cg: from L2, where the stores went
+        q0 = tl.load(at, mask=inside, other=0, cache_modifier=".cg")
+        q1 = tl.load(at + columns, mask=inside, other=0, cache_modifier=".cg")
+        q2 = tl.load(at + 2 * columns, mask=inside, other=0, cache_modifier=".cg")
+        q3 = tl.load(at + 3 * columns, mask=inside, other=0, cache_modifier=".cg")
+        edge = (c[:, None] < columns) & (quarter[None, :] < words)
+        tl.store(target + c[:, None].to(tl.int64) * words + quarter[None, :], tl.trans(pack4(q0, q1, q2, q3)), mask=edge)
+
+
+@jit
 def _step_chunk(
     row, hyper, tensor, row0, col0, factor, steps, limits, amaxes, next_amaxes, scales, scale_invs, seed, kind, grad_kind,
     POWER_OF_TWO: tl.constexpr, FULL: tl.constexpr, CHUNK: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
@@ -200,9 +226,9 @@ def _step_chunk(
     beta2 = tl.load(h + _BETA2).to(tl.float32)
     one_minus_beta1 = (1.0 - tl.load(h + _BETA1)).to(tl.float32)
     one_minus_beta2 = (1.0 - tl.load(h + _BETA2)).to(tl.float32)
-    m_factor = (1.0 / c1).to(tl.float32)
+    m_factor = (lr / c1).to(tl.float32)
     v_factor = (1.0 / tl.sqrt(c2)).to(tl.float32)
-    eps = tl.load(h + _EPS).to(tl.float32)
+    eps = tl.maximum(tl.load(h + _EPS).to(tl.float32), 1.1754944e-38)  # where it is 0, 0 / 0 shall be 0
     limit_old = tl.load(limits + tensor)
     limit_new = tl.load(h + _LIMIT).to(tl.float32)
 
@@ -235,9 +261,8 @@ def _step_chunk(
             tl.store(scales + weight, scale)
             tl.store(scale_invs + weight, tl.div_rn(1.0, scale))
 
-    lr32 = lr.to(tl.float32)
-    bound32 = bound.to(tl.float32)
-    from_code = limit_old * (1 / 247.0)
+    reach32 = tl.abs(lr * bound).to(tl.float32)
+    from_code = limit_old * beta1 * (1 / 247.0)
     to_code = 247.0 / limit_new
     r = tl.arange(0, BR)
     c = tl.arange(0, BC)
@@ -265,22 +290,21 @@ def _step_chunk(
         ratio_code = load(ratio_at, mask).to(tl.int32)
         v_code = load(v_at, mask).to(tl.int32)
         v = decode_v(v_code, load(tops + group, group_mask).to(tl.int32))
-        m = decode_ratio(ratio_code, from_code) * square_root(v)
+        beta1_m = decode_ratio(ratio_code, from_code * square_root(v))
 
         g += l2 * p
-        m = beta1 * m + one_minus_beta1 * g
+        m = beta1_m + one_minus_beta1 * g
         v = beta2 * v + one_minus_beta2 * (g * g)
-        # the maximum matters only for eps = 0, where 0 / 0 shall be 0
-        denominator = tl.maximum(square_root(v) * v_factor + eps, 1.1754944e-38)
-        update = (m * m_factor) * reciprocal(denominator)
-        update = tl.clamp(update, -bound32, bound32, propagate_nan=tl.PropagateNan.ALL)
-        p = p * keep - lr32 * update
+        update = (m * m_factor) * reciprocal(square_root(v) * v_factor + eps)
+        p = p * keep - tl.clamp(update, -reach32, reach32, propagate_nan=tl.PropagateNan.ALL)
 
         group_start = start + r.to(tl.int64) * C
         high = mix(key ^ (group_start >> 32).to(tl.uint32))
-        random = mix((group_start.to(tl.uint32)[:, None] + c.to(tl.uint32)[None, :]) ^ high[:, None])
+        first_word = group_start.to(tl.uint32) + high
+        word = first_word[:, None, None] + 8 * tl.arange(0, BC // 8).to(tl.uint32)[None, :, None] + tl.arange(0, 8).to(tl.uint32)[None, None, :]
+        random = mix_low(tl.reshape(word, (BR, BC)))
         v_code, top, v_stored = encode_v(v, random)
-        ratio = m * reciprocal_root(tl.maximum(v_stored, 1.1754944e-38))
+        ratio = m * reciprocal_root(v_stored)
         ratio_code = encode_ratio(ratio, to_code, random)
         tl.store(v_at, v_code.to(tl.uint8), mask=mask)
         tl.store(ratio_at, ratio_code.to(tl.uint8), mask=mask)
@@ -302,6 +326,7 @@ def _step_chunk(
             w8_at = typed(w8 + first.to(tl.int64) * w8_stride + col0, tl.float8e4nv, FULL)
             tl.store(w8_at + tile_offsets(w8_stride, FULL, BR, BC), q, mask=mask)
     if has_fp8:
+        _transpose_chunk(w8, tl.load(row + _W8T), w8_stride, tl.multiple_of(tl.load(row + _W8T_STRIDE).to(tl.int32), 16), row0, col0, CHUNK, BC)
         amax_bits = tl.max(tl.max(largest, 1), 0)
         if amax_bits > tl.load(next_amaxes + weight):
             tl.atomic_max(next_amaxes + weight, amax_bits, sem="relaxed")

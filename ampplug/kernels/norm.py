@@ -19,6 +19,9 @@ _GRAD_KIND, _ALIGNED = (tl.constexpr(COLUMN[c]) for c in ("grad_kind", "aligned"
 _BF16, _FP32 = tl.constexpr(BF16), tl.constexpr(FP32)
 MAX_PROGRAMS = 2048
 
+# Rows that a program holds at a time, its warps, and programs per multiprocessor: what benchmarks/kernels.py --sweep found fastest.
+TILE_ROWS, WARPS, PROGRAMS = 32, 4, 8
+
 
 def reference_norm(grads: list[Tensor], max_norm: float, previous: Tensor | None) -> tuple[Tensor, Tensor]:
     """(norm, coefficient), fp32 [1] each. `previous`: coefficient already in force for these gradients, fp32 [1]."""
@@ -33,21 +36,24 @@ def reference_norm(grads: list[Tensor], max_norm: float, previous: Tensor | None
 
 
 @jit
-def _sum_of_squares(total, row, row0, col0, kind, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """total [BR, BC] plus the squares of one chunk."""
-    C = columns_of(row + _COLS, ALIGNED)
+def _sum_of_squares(total, row, row0, col0, kind, FULL: tl.constexpr, CHUNK: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """total [BR, BC / 8] plus the squares of one chunk. FULL: it lies within the matrix, and its rows start on 16-byte boundaries.
+
+    All of a chunk is asked for before any of it is used: the loop is unrolled.
+    """
+    C = columns_of(row + _COLS, FULL)
     R = tl.load(row + _ROWS).to(tl.int32)
     grad = tl.load(row + _GRAD)
-    offset = tile_offsets(C, ALIGNED, BR, BC)
-    for i in range(0, tl.minimum(CHUNK, R - row0), BR):
+    offset = tile_offsets(C, FULL, BR, BC)
+    for i in tl.static_range(0, CHUNK, BR):
         first = tl.multiple_of(row0 + i, 8)
         start = first.to(tl.int64) * C + col0
         address = grad + start * tl.where(kind == 0, 4, 2)
-        mask = ((first + tl.arange(0, BR))[:, None] < R) & ((col0 + tl.arange(0, BC))[None, :] < C)
-        if not ALIGNED:
-            mask = mask & (start + offset < tl.load(row + _NUMEL))
-        g = load_value(address, address, offset, mask, kind, ALIGNED)
-        total += g * g
+        mask = None
+        if not FULL:
+            mask = ((first + tl.arange(0, BR))[:, None] < R) & ((col0 + tl.arange(0, BC))[None, :] < C) & (start + offset < tl.load(row + _NUMEL))
+        g = load_value(address, address, offset, mask, kind, FULL)
+        total += tl.sum(tl.reshape(g * g, (BR, BC // 8, 8)), 2)
     return total
 
 
@@ -57,14 +63,15 @@ def norm_kernel(
     HAS_PREVIOUS: tl.constexpr, PROGRAMS: tl.constexpr, CHUNK: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Program p sums chunks p, p + P, ...; the last one to finish adds the partial sums up and resets the counter."""
-    total = tl.zeros((BR, BC), tl.float32)
+    total = tl.zeros((BR, BC // 8), tl.float32)
     for chunk in range(tl.program_id(0), n_chunks, tl.num_programs(0)):
         row = table + tl.load(chunks + chunk).to(tl.int64) * _W
         row0 = tl.multiple_of(tl.load(chunks + n_chunks + chunk), 8)
         col0 = tl.multiple_of(tl.load(chunks + 2 * n_chunks + chunk), 128)
         if tl.load(row + _GRAD) != 0:
             kind = tl.load(row + _GRAD_KIND)
-            case = tl.where(tl.load(row + _ALIGNED) != 0, kind, -1)
+            full = (tl.load(row + _ALIGNED) != 0) & (tl.load(row + _COLS) - col0 >= BC) & (tl.load(row + _ROWS) - row0 >= CHUNK)
+            case = tl.where(full, kind, -1)
             if case == _BF16:
                 total = _sum_of_squares(total, row, row0, col0, _BF16, True, CHUNK, BR, BC)
             elif case == _FP32:
@@ -94,8 +101,8 @@ def triton_norm(
     """Writes norm and clip, fp32 [1] each; with `has_previous`, clip holds a coefficient in force. partials: fp32 [MAX_PROGRAMS]; counter:
     int32 [1], zero before and after."""
     n = chunks.shape[1]
-    programs = max(1, min(MAX_PROGRAMS, n, 8 * multiprocessors(table.device)))
+    programs = max(1, min(MAX_PROGRAMS, n, PROGRAMS * multiprocessors(table.device)))
     launch(
         norm_kernel, (programs,), table, chunks, partials, counter, norm, clip, float(max_norm), n,
-        HAS_PREVIOUS=has_previous, PROGRAMS=MAX_PROGRAMS, CHUNK=CHUNK_ROWS, BR=32, BC=CHUNK_COLS, num_warps=4,
+        HAS_PREVIOUS=has_previous, PROGRAMS=MAX_PROGRAMS, CHUNK=CHUNK_ROWS, BR=TILE_ROWS, BC=CHUNK_COLS, num_warps=WARPS,
     )  # fmt: skip

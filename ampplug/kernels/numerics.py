@@ -154,47 +154,58 @@ def reciprocal_root(x):
 @jit
 def mix(h):
     """`formats._mix` on uint32."""
-    h = (h ^ (h >> 16)) * 0x7FEB352D
+    return mix_low(h ^ (h >> 16))
+
+
+@jit
+def mix_low(h):
+    """`formats._mix_low` on uint32."""
+    h = h * 0x7FEB352D
     h = (h ^ (h >> 15)) * 0x846CA68B
     return h ^ (h >> 16)
 
 
 @jit
 def encode_v(v, random):
-    """`formats.encode_v` on a tile [R, 128]; random: uint32. Returns codes (int32), top exponents [R] (int32), and what the codes stand for (fp32)."""
+    """`formats.encode_v` on a tile [R, 128]; random: uint32.
+
+    Returns codes (int32), top exponents [R] (int32), and what the codes stand for (fp32; some normal number for zero).
+    """
     v = tl.minimum(v, 8.507059e37)  # NaN, too, becomes 2**126
     bits = v.to(tl.int32, bitcast=True)
     top = (tl.max(bits, 1) + ((1 << 20) - 1)) >> 23
     base = ((top - 15) << 23)[:, None]
     above = bits - base
-    cut = tl.where(above >= 0, 20, 22)
-    above += ((random & 0xFFFF) << (cut - 16).to(tl.uint32)).to(tl.int32)
-    above = tl.maximum(above >> cut, -127)
-    live = v >= 1.1754944e-38
-    stored = tl.where(live, base + (above << cut), 0).to(tl.float32, bitcast=True)
-    return tl.where(live, above + 128, 0), top, stored
+    noise = (random & 0xFFFF).to(tl.int32)
+    # the larger of the two is the one whose octaves `above` lies in; -128 is the code of zero
+    code = tl.maximum((above + (noise << 4)) >> 20, (above + (noise << 6)) >> 22)
+    code = tl.where(bits >= 0x800000, tl.maximum(code, -127), -128)
+    stored = tl.minimum(base + (code << 20), base + (code << 22))
+    return code + 128, top, tl.maximum(stored, 0x800000).to(tl.float32, bitcast=True)
 
 
 @jit
 def decode_v(code, top):
     """`formats.decode_v`: int32 codes [R, 128] and tops [R] -> fp32."""
     above = code - 128
-    bits = ((top - 15) << 23)[:, None] + (above << tl.where(above >= 0, 20, 22))
-    return tl.where(code == 0, 0, bits).to(tl.float32, bitcast=True)
+    base = ((top - 15) << 23)[:, None]
+    # the smaller of the two is the one whose octaves `above` lies in
+    bits = tl.minimum(base + (above << 20), base + (above << 22))
+    return tl.where(above == -128, 0, bits).to(tl.float32, bitcast=True)
 
 
 @jit
 def encode_ratio(ratio, to_code, random):
     """`formats.encode_ratio`; to_code: 247 / limit. Returns int32."""
-    y = tl.minimum(tl.abs(ratio) * to_code, 247.0) + 1.0
-    noise = (random >> 16).to(tl.int32) << 3
-    magnitude = tl.minimum((y.to(tl.int32, bitcast=True) + noise - 0x3F800000) >> 19, 127)
+    y = tl.minimum(tl.abs(ratio) * to_code + 1.0, 248.0)
+    noise = (random >> 13).to(tl.int32)
+    magnitude = (y.to(tl.int32, bitcast=True) + noise - 0x3F800000) >> 19  # 248 is the code 127 exactly, and the noise stays below the next
     return magnitude | ((ratio.to(tl.int32, bitcast=True) >> 24) & 0x80)
 
 
 @jit
 def decode_ratio(code, from_code):
-    """`formats.decode_ratio`; from_code: limit / 247."""
+    """`formats.decode_ratio` times something; from_code: limit / 247, times that, of any shape."""
     y = (((code & 0x7F) << 19) + 0x3F800000).to(tl.float32, bitcast=True) * from_code - from_code
     # the code's sign bit is fp32's, 24 places down
     return (y.to(tl.int32, bitcast=True) ^ ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
@@ -204,6 +215,9 @@ def decode_ratio(code, from_code):
 def split_master(value):
     """`formats.split_master`: fp32 -> (upper half, remainder), both int32 that fit int16."""
     bits = value.to(tl.int32, bitcast=True)
-    bits = tl.where(value != value, 0x7FC00000, bits)
+    if INTERPRETED:
+        bits = tl.where(value != value, 0x7FFF7FFF, bits)
+    else:  # arithmetic on GPUs makes one NaN only, 0x7FFFFFFF: kept below what adding 0x8000 would carry into the sign
+        bits = tl.minimum(bits, 0x7FFF7FFF)
     high = (bits + 0x8000) >> 16
     return high, bits - (high << 16)

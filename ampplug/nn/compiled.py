@@ -27,8 +27,7 @@ def cast_op(x: Tensor, key: Tensor, gradient: bool, rows: bool, transpose: bool,
         book.poll()
     dtype = formats.E5M2 if gradient else formats.E4M3
     q, qt, scale_inv = quantize(x, book, slot, power_of_two, dtype, rows, transpose, delayed, record)
-    nothing = x.new_empty(0, dtype=dtype) if q is None or qt is None else None
-    return nothing if q is None else q, nothing if qt is None else qt, scale_inv
+    return x.new_empty(0, dtype=dtype) if q is None else q, x.new_empty(0, dtype=dtype) if qt is None else qt, scale_inv
 
 
 @cast_op.register_fake

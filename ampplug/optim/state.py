@@ -13,6 +13,7 @@ from ampplug import formats
 from ampplug.kernels.adam_step import AdamTensor, reference_adam_step, triton_adam_step
 from ampplug.kernels.norm import MAX_PROGRAMS, reference_norm, triton_norm
 from ampplug.kernels.tables import COLUMN, HYPER, KIND, chunk_table
+from ampplug.kernels.transpose import reference_transpose
 from ampplug.kernels.triton_runtime import on_gpu
 from ampplug.storage import Arena, Master, Weight, matrix_shape, table_row, upload
 
@@ -194,7 +195,7 @@ class AdamState:
                 row[COLUMN["ratio"]], row[COLUMN["v"]], row[COLUMN["top"]] = r.ratio.data_ptr(), r.v.data_ptr(), r.top.data_ptr()
                 row[COLUMN["ordinal"]] = r.ordinal
                 rows[r.ordinal] = row
-                shapes[r.ordinal] = matrix_shape(r.param.shape)
+                shapes[r.ordinal] = row[COLUMN["rows"]], row[COLUMN["cols"]]
             for r, g, group in active:
                 row = rows[r.ordinal]
                 row[COLUMN["group"]] = group
@@ -249,6 +250,8 @@ class AdamState:
             for r, g, group in active:
                 if g is not None and g.numel():
                     reference_adam_step(self._reference_view(r, g), hyper[group], factor, self.seed, self.power_of_two)
+                    if r.weight is not None:
+                        reference_transpose(r.weight.w8, r.weight.w8t)
         return table, hyper, self.steps, self.limits
 
     def _reference_view(self, r: Record, g: Tensor) -> AdamTensor:
