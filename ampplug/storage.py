@@ -250,8 +250,7 @@ def find_weight(key: Tensor) -> tuple[WeightBank, Weight]:
 
 def table_row(p: Tensor, weight: Weight | None, *, low: Tensor | None = None) -> list[int]:
     """Row of `kernels.tables.COLUMNS` for a contiguous parameter; what belongs to an optimizer is left 0."""
-    # W8T wants chunks of the true matrix; anything else may take the shape that is easiest
-    rows, cols = matrix_shape(p.shape) if weight is None else (p.shape[0], p.shape[1])
+    rows, cols = matrix_shape(p.shape)
     row = [0] * WIDTH
     kind = KIND[p.dtype]
     if kind == BF16 and low is not None:
@@ -263,8 +262,9 @@ def table_row(p: Tensor, weight: Weight | None, *, low: Tensor | None = None) ->
     row[COLUMN["weight"]] = -1
     row[COLUMN["aligned"]] = int(cols % 16 == 0 and rows * cols == p.numel() and p.data_ptr() % 16 == 0)
     if weight is not None:
-        row[COLUMN["w8"]], row[COLUMN["w8t"]] = weight.w8.data_ptr(), weight.w8t.data_ptr()
-        row[COLUMN["w8_stride"]], row[COLUMN["w8t_stride"]] = weight.w8.shape[1], weight.w8t.shape[1]
+        row[COLUMN["w8"]] = weight.w8.data_ptr()
+        # rows of whole groups have no padding, and a single row has no next: the flat view of 128 columns holds for W8, too
+        row[COLUMN["w8_stride"]] = weight.w8.shape[1] if (rows, cols) == tuple(p.shape) else cols
         row[COLUMN["weight"]] = weight.index * SPACING
     return row
 

@@ -99,6 +99,7 @@ class Step:
         adam_step.triton_adam_step(
             self.table, self.chunks, self.hyper, self.steps, self.limits, b.amax, b.next_amax, b.scale, b.scale_inv, None, None, None, 1
         )
+        b.transpose()
 
     def run_norm(self) -> None:
         norm.triton_norm(self.table, self.chunks, self.partials, self.counter, self.norm, self.clip, 1.0)

@@ -22,7 +22,7 @@ from ampplug.kernels.triton_runtime import jit, launch, multiprocessors, on_gpu,
 MAX_PARTIALS = 1024
 
 # Tile of the cast, its warps, its registers, and the most tiles a program takes: what benchmarks/kernels.py --sweep found fastest.
-TILE_M, TILE_K, WARPS, REGISTERS, SPAN = 64, 128, 8, 64, 2
+TILE_M, TILE_K, WARPS, REGISTERS, SPAN = 64, 128, 8, 64, 3
 
 # A product this far above the largest FP8 value still rounds to it, so it does not count as outgrown.
 OUTGROWN = 1.03

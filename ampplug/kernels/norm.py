@@ -20,7 +20,7 @@ _BF16, _FP32 = tl.constexpr(BF16), tl.constexpr(FP32)
 MAX_PROGRAMS = 2048
 
 # Rows that a program holds at a time, its warps, and programs per multiprocessor: what benchmarks/kernels.py --sweep found fastest.
-TILE_ROWS, WARPS, PROGRAMS = 32, 4, 8
+TILE_ROWS, WARPS, PROGRAMS = 16, 4, 12
 
 
 def reference_norm(grads: list[Tensor], max_norm: float, previous: Tensor | None) -> tuple[Tensor, Tensor]:

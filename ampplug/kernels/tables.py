@@ -19,13 +19,11 @@ COLUMNS = (
     "ratio",  # uint8 codes of the first moment
     "v",  # uint8 codes of the second moment
     "top",  # uint8 exponents of v's groups
-    "w8",
-    "w8t",
+    "w8",  # written by the step; its transpose is made apart (kernels/transpose.py)
     "rows",
     "cols",
     "numel",
-    "w8_stride",  # elements from row to row of W8: its columns, padded
-    "w8t_stride",  # the same of W8T: the weight's rows, padded
+    "w8_stride",  # elements from row to row of W8
     "kind",  # FP32, BF16, FP16 or SPLIT
     "grad_kind",
     "aligned",  # 1 where rows, addresses and strides allow 16-byte accesses

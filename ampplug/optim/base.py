@@ -147,6 +147,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
         clip = self._low_bit.clip if self._low_bit.clipped else None
         b = self._bank
         counted = self._low_bit.step(active, self.param_groups, (b.amax, b.next_amax, b.scale, b.scale_inv), found_inf, loss_scale)
+        if b.weights:
+            b.transpose()
         if self._book is not None:
             self._replicas.reduce_amax(self._book.amax)
             self._book.update(b, found_inf=found_inf, clip=clip, counted=counted)

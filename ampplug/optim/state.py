@@ -13,7 +13,6 @@ from ampplug import formats
 from ampplug.kernels.adam_step import AdamTensor, reference_adam_step, triton_adam_step
 from ampplug.kernels.norm import MAX_PROGRAMS, reference_norm, triton_norm
 from ampplug.kernels.tables import COLUMN, HYPER, KIND, chunk_table
-from ampplug.kernels.transpose import reference_transpose
 from ampplug.kernels.triton_runtime import on_gpu
 from ampplug.storage import Arena, Master, Weight, matrix_shape, table_row, upload
 
@@ -250,8 +249,6 @@ class AdamState:
             for r, g, group in active:
                 if g is not None and g.numel():
                     reference_adam_step(self._reference_view(r, g), hyper[group], factor, self.seed, self.power_of_two)
-                    if r.weight is not None:
-                        reference_transpose(r.weight.w8, r.weight.w8t)
         return table, hyper, self.steps, self.limits
 
     def _reference_view(self, r: Record, g: Tensor) -> AdamTensor:
