@@ -7,6 +7,7 @@ here: W8 and its transpose come from the optimizer's step. Saved for backward is
 from __future__ import annotations
 
 import copy
+import weakref
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -134,6 +135,21 @@ def _rebuild(
     return LinearState(book, x_slot, dy_slot, bank, w, transposed)
 
 
+class _Shared(NamedTuple):
+    """An input in FP8, for the layers beside: query, key and value, or gate and up, are given the same tensor, and it need be cast once only.
+
+    They are found by identity: the tensor object itself, unchanged (its version), in the same forward pass (forgotten with the first backward
+    cast) and on the same stream.
+    """
+
+    x: weakref.ref[Tensor]
+    version: int
+    stream: int
+    x8: Tensor
+    x8t: Tensor | None
+    scale_inv: Tensor
+
+
 class _Call(NamedTuple):
     """One forward call's constants."""
 
@@ -143,6 +159,7 @@ class _Call(NamedTuple):
     training: bool
     record: bool
     n: int
+    origin: weakref.ref[Tensor]  # of the tensor that the layer was given
 
 
 def quantize(
@@ -169,12 +186,38 @@ def _quantize(x: Tensor, call: _Call, slot: int, dtype: torch.dtype, rows: bool,
     return quantize(x, state.book, slot, state.bank.power_of_two, dtype, rows, transpose, call.training, call.record)
 
 
+def _cast_input(matrix: Tensor, call: _Call, transpose: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The input in FP8: a sibling's cast of it, if there is one, else its own, which is left for siblings."""
+    state, book = call.state, call.state.book
+    if not call.record:  # evaluation
+        return _quantize(matrix, call, state.x_slot, formats.E4M3, True, transpose)
+    shared, x = state.bank.shared, call.origin()
+    stream = torch._C._cuda_getCurrentRawStream(matrix.device.index) if matrix.is_cuda else 0
+    known = shared is not None and x is not None and shared.x() is x and (shared.version, shared.stream) == (x._version, stream)
+    if known and (shared.x8t is not None or not transpose):
+        if book is not None:
+            book.follow(state.x_slot)
+        return shared.x8, shared.x8t if transpose else None, shared.scale_inv
+    if book is not None and not book.known[state.x_slot]:
+        book.lead(state.x_slot)
+    x8, x8t, x_inv = _quantize(matrix, call, state.x_slot, formats.E4M3, True, transpose)
+    if x is not None:
+        bank = state.bank
+
+        def forget(gone: weakref.ref) -> None:
+            if bank.shared is not None and bank.shared.x is gone:
+                bank.shared = None
+
+        bank.shared = _Shared(weakref.ref(x, forget), x._version, stream, x8, x8t, x_inv)
+    return x8, x8t, x_inv
+
+
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
         matrix = x.reshape(-1, x.shape[-1])
         need_weight = ctx.needs_input_grad[1]
-        x8, x8t, x_inv = _quantize(matrix, call, call.state.x_slot, formats.E4M3, True, need_weight)
+        x8, x8t, x_inv = _cast_input(matrix, call, need_weight)
         y = scaled_mm(x8, call.operand.forward, x_inv, call.operand.scale_inv, call.out_dtype, fast=True)
         # no view may be returned: in-place operations may follow, which autograd forbids on views made in here
         if y.shape[1] != call.n:
@@ -197,6 +240,7 @@ class _Fp8Linear(torch.autograd.Function):
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
         matrix = dy.reshape(-1, dy.shape[-1])
         dx = dw = db = None
+        call.state.bank.shared = None
         if need_x or need_weight:
             dy8, dy8t, dy_inv = _quantize(matrix, call, call.state.dy_slot, formats.E5M2, need_x, need_weight)
         if need_x:
@@ -237,7 +281,7 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: LinearStat
             book.to(x.device)
         book.poll()
     record = training and torch.is_grad_enabled()
-    call = _Call(state, state.operand(weight, training), out_dtype, training, record, n)
+    call = _Call(state, state.operand(weight, training), out_dtype, training, record, n, weakref.ref(x))
     return _Fp8Linear.apply(x, weight, bias, call)
 
 
