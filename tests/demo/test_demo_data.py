@@ -142,11 +142,12 @@ def test_folder_that_cannot_be_entered(tmp_path: Path, monkeypatch: pytest.Monke
         data.load(str(tmp_path / "private" / "text"))
 
 
-def test_only_regular_files_are_read(folder: Path) -> None:
+def test_only_regular_text_files_are_read(folder: Path) -> None:
     """A pipe without a writer would be waited for without end."""
     before = data.load(str(folder)).fingerprint
     os.mkfifo(folder / "pipe.py")
     (folder / "lost.py").symlink_to("nowhere")
+    (folder / "library.py").write_bytes(b"\x7fELF\0\0" * 1000)
     assert data.load(str(folder)).fingerprint == before
 
 
