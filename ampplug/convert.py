@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ampplug import formats
 from ampplug.nn.linear import Linear, LinearState, conv1d_class
+from ampplug.nn.swiglu import fuse
 from ampplug.planning import Plan, is_conv1d
 from ampplug.scaling import ScaleBook
 from ampplug.storage import WeightBank
@@ -65,6 +66,8 @@ def convert_layers(model: nn.Module, plan: Plan, device: torch.device) -> tuple[
         entry = bank.weights[index[id(module.weight if weight is None else weight)]]
         module.__class__ = conv1d_class(type(module)) if transposed else Linear
         module._ampplug = LinearState(book, 2 * i, 2 * i + 1, bank, entry, transposed)
+    for name, children in plan.blocks.items():
+        fuse(modules[name], children)
     for module in model.modules():
         # torch's fused inference path would use the FP8 layers' parameters behind their back; this is its documented off switch
         if isinstance(module, nn.TransformerEncoderLayer) and any(isinstance(m, Linear) for m in module.children()):

@@ -49,7 +49,7 @@ def initialize(
         use_te: MS-AMP's spelling of the Transformer Engine backend, which this version does not have; None or False.
         process_group: the data-parallel group whose ranks share scales. None: the default group, if there is one at the first step; False: none.
         config: a `Config` or a dict of its fields, instead of keyword arguments.
-        settings: further fields of `Config`: history, margin, power_of_two, seed.
+        settings: further fields of `Config`: history, margin, power_of_two, fuse, seed.
 
     Raises:
         ValueError, TypeError, RuntimeError: naming the argument, what was found and what is legal, before anything is changed.

@@ -150,7 +150,7 @@ class _Shared(NamedTuple):
     scale_inv: Tensor
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """One forward call's constants."""
 
     state: LinearState
@@ -181,16 +181,17 @@ def quantize(
     )
 
 
-def _quantize(x: Tensor, call: _Call, slot: int, dtype: torch.dtype, rows: bool, transpose: bool) -> tuple[Any, Any, Tensor]:
+def quantize_for(x: Tensor, call: Call, slot: int, dtype: torch.dtype, rows: bool, transpose: bool) -> tuple[Any, Any, Tensor]:
+    """`quantize` in a slot of the call's layer."""
     state = call.state
     return quantize(x, state.book, slot, state.bank.power_of_two, dtype, rows, transpose, call.training, call.record)
 
 
-def _cast_input(matrix: Tensor, call: _Call, transpose: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+def cast_input(matrix: Tensor, call: Call, transpose: bool) -> tuple[Tensor, Tensor | None, Tensor]:
     """The input in FP8: a sibling's cast of it, if there is one, else its own, which is left for siblings."""
     state, book = call.state, call.state.book
     if not call.record:  # evaluation
-        return _quantize(matrix, call, state.x_slot, formats.E4M3, True, transpose)
+        return quantize_for(matrix, call, state.x_slot, formats.E4M3, True, transpose)
     shared, x = state.bank.shared, call.origin()
     stream = torch._C._cuda_getCurrentRawStream(matrix.device.index) if matrix.is_cuda else 0
     known = shared is not None and x is not None and shared.x() is x and (shared.version, shared.stream) == (x._version, stream)
@@ -200,7 +201,7 @@ def _cast_input(matrix: Tensor, call: _Call, transpose: bool) -> tuple[Tensor, T
         return shared.x8, shared.x8t if transpose else None, shared.scale_inv
     if book is not None and not book.known[state.x_slot]:
         book.lead(state.x_slot)
-    x8, x8t, x_inv = _quantize(matrix, call, state.x_slot, formats.E4M3, True, transpose)
+    x8, x8t, x_inv = quantize_for(matrix, call, state.x_slot, formats.E4M3, True, transpose)
     if x is not None:
         bank = state.bank
 
@@ -214,10 +215,10 @@ def _cast_input(matrix: Tensor, call: _Call, transpose: bool) -> tuple[Tensor, T
 
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
         matrix = x.reshape(-1, x.shape[-1])
         need_weight = ctx.needs_input_grad[1]
-        x8, x8t, x_inv = _cast_input(matrix, call, need_weight)
+        x8, x8t, x_inv = cast_input(matrix, call, need_weight)
         y = scaled_mm(x8, call.operand.forward, x_inv, call.operand.scale_inv, call.out_dtype, fast=True)
         # no view may be returned: in-place operations may follow, which autograd forbids on views made in here
         if y.shape[1] != call.n:
@@ -242,7 +243,7 @@ class _Fp8Linear(torch.autograd.Function):
         dx = dw = db = None
         call.state.bank.shared = None
         if need_x or need_weight:
-            dy8, dy8t, dy_inv = _quantize(matrix, call, call.state.dy_slot, formats.E5M2, need_x, need_weight)
+            dy8, dy8t, dy_inv = quantize_for(matrix, call, call.state.dy_slot, formats.E5M2, need_x, need_weight)
         if need_x:
             dx = scaled_mm(dy8, call.operand.backward, dy_inv, call.operand.scale_inv, ctx.x_dtype, fast=False)
             k = weight.shape[0] if call.state.transposed else weight.shape[1]
@@ -263,26 +264,35 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: LinearStat
     """x [..., K] -> [..., N]. Output dtype as nn.Linear's: autocast's inside autocast, else x's."""
     if x.is_nested or not x.is_floating_point() or torch._C._are_functorch_transforms_active():
         return _without_kernels(x, weight, bias, state)
-    kind = x.device.type
-    out_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    record, out_dtype = record_and_dtype(x, training)
     k, n = (weight.shape[0], weight.shape[1]) if state.transposed else (weight.shape[1], weight.shape[0])
     if x.shape[-1] != k:
         raise RuntimeError(f"ampplug: the layer {state.weight.name!r} takes inputs [..., {k}], got {list(x.shape)}")
     if x.numel() == 0 or n == 0:  # nothing to multiply, nothing to record; autograd gives zeros of the right shapes
         matrix = weight if state.transposed else weight.t()
-        with torch.autocast(kind, enabled=False):
+        with torch.autocast(x.device.type, enabled=False):
             y = x.to(weight.dtype) @ matrix
         return (y if bias is None else y + bias.to(y.dtype)).to(out_dtype)
     if x.dtype == torch.float64:
         return fp8_linear(x.float(), weight, bias, state, training).to(out_dtype)
+    settle_device(state, x.device)
+    call = Call(state, state.operand(weight, training), out_dtype, training, record, n, weakref.ref(x))
+    return _Fp8Linear.apply(x, weight, bias, call)
+
+
+def record_and_dtype(x: Tensor, training: bool) -> tuple[bool, torch.dtype]:
+    """(whether amaxes are recorded, the output's dtype) of a forward call."""
+    kind = x.device.type
+    return training and torch.is_grad_enabled(), torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def settle_device(state: LinearState, device: torch.device) -> None:
+    """Move the layer's scales to where its input is, and take note of news of them."""
     book = state.book
     if book is not None:
-        if book.device != x.device:
-            book.to(x.device)
+        if book.device != device:
+            book.to(device)
         book.poll()
-    record = training and torch.is_grad_enabled()
-    call = _Call(state, state.operand(weight, training), out_dtype, training, record, n, weakref.ref(x))
-    return _Fp8Linear.apply(x, weight, bias, call)
 
 
 def _without_kernels(x: Tensor, weight: Tensor, bias: Tensor | None, state: LinearState) -> Tensor:
