@@ -163,10 +163,26 @@ def is_outgrown(scale, amax, OUTGROWN_MAX: tl.constexpr):
 
 
 @jit
-def partials_amax(partials, n_partials, PARTIALS: tl.constexpr):
-    """Maximum of partial maxima, as bits."""
-    p = tl.arange(0, PARTIALS)
-    return tl.max(tl.load(partials + p, mask=p < n_partials, other=0), 0)
+def first_scale(
+    slot_scale, partials, record, scale_inv, n_partials,
+    FP8_MAX: tl.constexpr, OUTGROWN_MAX: tl.constexpr, DELAYED: tl.constexpr, JUST_IN_TIME: tl.constexpr, RECORD: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, PARTIALS: tl.constexpr,
+):  # fmt: skip
+    """The scale to begin with; with partial maxima it is final, and what depends on it is written."""
+    scale = 0.0
+    if DELAYED:
+        scale = tl.load(slot_scale)
+    if JUST_IN_TIME:
+        p = tl.arange(0, PARTIALS)
+        bits = tl.max(tl.load(partials + p, mask=p < n_partials, other=0), 0)
+        amax = bits.to(tl.float32, bitcast=True)
+        own = scale_from_amax(amax, 1.0, FP8_MAX, POWER_OF_TWO)
+        scale = tl.where((scale == 0.0) | is_outgrown(scale, amax, OUTGROWN_MAX), own, scale)
+        if tl.program_id(0) == 0:
+            tl.store(scale_inv, tl.div_rn(1.0, scale))
+            if RECORD:
+                tl.atomic_max(record, bits, sem="relaxed")
+    return scale
 
 
 @jit
@@ -233,18 +249,9 @@ def cast_kernel(
     """
     program = tl.program_id(0)
     tiles_k = tl.cdiv(row_stride, BK)
-    scale = 0.0
-    if DELAYED:
-        scale = tl.load(slot_scale)
-    if JUST_IN_TIME:
-        amax_bits = partials_amax(partials, n_partials, PARTIALS)
-        amax = amax_bits.to(tl.float32, bitcast=True)
-        own = scale_from_amax(amax, 1.0, FP8_MAX, POWER_OF_TWO)
-        scale = tl.where((scale == 0.0) | is_outgrown(scale, amax, OUTGROWN_MAX), own, scale)
-        if program == 0:
-            tl.store(scale_inv, tl.div_rn(1.0, scale))
-            if RECORD:
-                tl.atomic_max(record, amax_bits, sem="relaxed")
+    scale = first_scale(
+        slot_scale, partials, record, scale_inv, n_partials, FP8_MAX, OUTGROWN_MAX, DELAYED, JUST_IN_TIME, RECORD, POWER_OF_TWO, PARTIALS
+    )
     bits = tl.zeros((BM, BK // 8), tl.int32)
     first = (program // tiles_k) * span
     for tile_m in range(first, tl.minimum(first + span, tiles_m)):

@@ -21,10 +21,10 @@ from ampplug.kernels.cast import (
     MAX_PARTIALS,
     OUTGROWN,
     arrive,
+    first_scale,
     grid_of,
     is_outgrown,
     leave,
-    partials_amax,
     raise_amax,
     reference_cast,
     round_up,
@@ -139,28 +139,6 @@ def partial_amaxes_kernel(a, b, dh, first, second, M, K, BACKWARD: tl.constexpr,
 
 
 @jit
-def _first_scale(
-    slot_scale, partials, record, scale_inv, n_partials,
-    FP8_MAX: tl.constexpr, OUTGROWN_MAX: tl.constexpr, DELAYED: tl.constexpr, JUST_IN_TIME: tl.constexpr, RECORD: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr, PARTIALS: tl.constexpr,
-):  # fmt: skip
-    """The scale to begin with; with partial maxima it is final, and what depends on it is written."""
-    scale = 0.0
-    if DELAYED:
-        scale = tl.load(slot_scale)
-    if JUST_IN_TIME:
-        bits = partials_amax(partials, n_partials, PARTIALS)
-        amax = bits.to(tl.float32, bitcast=True)
-        own = scale_from_amax(amax, 1.0, FP8_MAX, POWER_OF_TWO)
-        scale = tl.where((scale == 0.0) | is_outgrown(scale, amax, OUTGROWN_MAX), own, scale)
-        if tl.program_id(0) == 0:
-            tl.store(scale_inv, tl.div_rn(1.0, scale))
-            if RECORD:
-                tl.atomic_max(record, bits, sem="relaxed")
-    return scale
-
-
-@jit
 def swiglu_kernel(
     a, b, dh, rows, columns, scale_inv, slot_scale, partials, record, scratch,
     rows_2, columns_2, scale_inv_2, slot_scale_2, partials_2, record_2, scratch_2,
@@ -172,12 +150,12 @@ def swiglu_kernel(
     """As `cast_kernel`, with one or two results; both are mended where one of them must be."""
     program = tl.program_id(0)
     tiles_k = tl.cdiv(K, BK)
-    scale = _first_scale(
+    scale = first_scale(
         slot_scale, partials, record, scale_inv, n_partials, FP8_MAX, OUTGROWN_MAX, DELAYED, JUST_IN_TIME, RECORD, POWER_OF_TWO, PARTIALS
     )
     scale_2 = scale
     if BACKWARD:
-        scale_2 = _first_scale(
+        scale_2 = first_scale(
             slot_scale_2, partials_2, record_2, scale_inv_2, n_partials, FP8_MAX, OUTGROWN_MAX, DELAYED, JUST_IN_TIME, RECORD, POWER_OF_TWO, PARTIALS
         )
     bits = tl.zeros((BM, BK // 8), tl.int32)
