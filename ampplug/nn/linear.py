@@ -95,10 +95,10 @@ class LinearState:
             w.seen = (0, weight.dtype, -1)
         if not weight.is_contiguous():
             return self._cast_now(weight)
+        if not training:
+            return self._cast_now(weight)
         if not w.fresh:
             self.bank.refresh([w], keep_scale=w.master.restored)
-        elif not training:
-            return self._cast_now(weight)
         pair = (w.w8t, w.w8) if self.transposed else (w.w8, w.w8t)
         return Operand(*pair, w.scale_inv)
 
