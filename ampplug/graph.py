@@ -174,14 +174,20 @@ class CapturedStep:
         self._bring_up_to_date()  # so that nothing is uploaded in the graph, which would upload it again at every replay
         graph = torch.cuda.CUDAGraph()
         args, kwargs = self._arguments()
+        cause: Exception | None = None
         try:
             # other threads (a data loader that pins memory) may go on meanwhile
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self._result = self.step(*args, **kwargs)
+                try:
+                    self._result = self.step(*args, **kwargs)
+                except Exception as error:  # ending a spoilt recording raises another one, which says less
+                    cause = error
+                    raise
         except Exception as error:
             for s in self._layers():  # what the step marked as done was never run
                 s.weight.seen = (0, s.weight.param.dtype, -1)
-            raise self._refusal("does what a CUDA graph cannot hold", error) from error
+            cause = cause or error
+            raise self._refusal("does what a CUDA graph cannot hold", cause) from cause
         self.graph = graph
         # the graph writes these for as long as it lives
         self._gradients = [(p, p.grad) for o in self.optimizers for g in o.param_groups for p in g["params"]]

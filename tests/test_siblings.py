@@ -42,16 +42,17 @@ def casts(monkeypatch):
     return made
 
 
-def train(model, optimizer, steps: int = 4) -> list[torch.Tensor]:
+def train(model, optimizer, steps: int = 4, parameters: list | None = None) -> list[torch.Tensor]:
+    parameters = list(model.parameters()) if parameters is None else parameters
     seen = []
     for t in range(steps):
         x = (torch.randn(5, 48, generator=torch.Generator().manual_seed(t)) * 10.0 ** (t % 3)).requires_grad_()
         y = model(x)
         y.square().mean().backward()
-        seen += [y.detach().clone(), x.grad.clone(), *[p.grad.clone() for p in model.parameters()]]
+        seen += [y.detach().clone(), x.grad.clone(), *[p.grad.clone() for p in parameters]]
         optimizer.step()
         optimizer.zero_grad()
-    return [*seen, *[p.detach().clone() for p in model.parameters()]]
+    return [*seen, *[p.detach().clone() for p in parameters]]
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
@@ -128,3 +129,21 @@ def test_nothing_outlives_its_input():
     x = torch.randn(5, 48)
     model[0].q(x).sum().backward()
     assert bank.shared is None and y is not None
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation_shares_alike(reentrant: bool):
+    """The first pass of reentrant checkpointing runs without gradients, and must see the scales that the second sees."""
+    from torch.utils.checkpoint import checkpoint
+
+    runs = []
+    for recompute in (False, True):
+        model, optimizer = make()
+
+        def forward(x, model=model, recompute=recompute):
+            for block in model:
+                x = checkpoint(block, x, use_reentrant=reentrant) if recompute else block(x)
+            return x
+
+        runs.append(train(forward, optimizer, parameters=list(model.parameters())))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

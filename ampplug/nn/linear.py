@@ -190,7 +190,7 @@ def quantize_for(x: Tensor, call: Call, slot: int, dtype: torch.dtype, rows: boo
 def cast_input(matrix: Tensor, call: Call, transpose: bool) -> tuple[Tensor, Tensor | None, Tensor]:
     """The input in FP8: a sibling's cast of it, if there is one, else its own, which is left for siblings."""
     state, book = call.state, call.state.book
-    if not call.record:  # evaluation
+    if not call.training:
         return quantize_for(matrix, call, state.x_slot, formats.E4M3, True, transpose)
     shared, x = state.bank.shared, call.origin()
     stream = torch._C._cuda_getCurrentRawStream(matrix.device.index) if matrix.is_cuda else 0
