@@ -56,6 +56,11 @@ class FabricPart(Base):
         if self.world_size > 1:
             super()._configure_launcher()
 
+    @property
+    def distributed_sampler_kwargs(self) -> Any:
+        """None where there is one process: dataloaders keep their order."""
+        return super().distributed_sampler_kwargs if self.world_size > 1 else None
+
     def setup_environment(self) -> None:
         """A process group, where there is anyone to talk to."""
         if self.world_size > 1:

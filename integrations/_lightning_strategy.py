@@ -18,7 +18,7 @@ else:
 class StrategyPart(Base):
     """Goes before the package's own `DDPStrategy` among the bases.
 
-    With one process there is no process group, no wrapper and no launcher. With more, the order of Lightning's DDP is changed: O2 changes dtypes,
+    With one process there is no process group, wrapper, launcher or distributed sampler. With more, the order of Lightning's DDP is changed: O2 changes dtypes,
     which the wrapper's buckets do not survive, so optimizers are made and the module is converted before it is wrapped.
     """
 
@@ -67,6 +67,8 @@ class StrategyPart(Base):
             super().setup(trainer)
             return
         assert self.accelerator is not None and self.model is not None
+        # Lightning shuffles the training data of every DDPStrategy, on one device too, whatever the user's loader does; it has no other switch
+        trainer._accelerator_connector.use_distributed_sampler = False
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
