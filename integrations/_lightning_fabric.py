@@ -92,5 +92,7 @@ class FabricPart(Base):
         """
         norm = ampplug.clip_grad_norm_(self.precision.main_params(optimizer), max_norm, norm_type)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
-            raise RuntimeError(f"the norm of order {norm_type} of the gradients is {norm.item()}; clip with error_if_nonfinite=False to skip such steps")
+            raise RuntimeError(
+                f"the norm of order {norm_type} of the gradients is {norm.item()}; clip with error_if_nonfinite=False to skip such steps"
+            )
         return norm

@@ -38,9 +38,10 @@ def check_precision(precision: str, kind: type, plain: tuple[type, ...]) -> None
     """ValueError unless a plugin of class `kind` is one of Lightning's own, `plain`, and stands for a legal precision."""
     if kind in plain and precision in PRECISIONS:
         return
+    legal = ", ".join(map(repr, PRECISIONS))
     raise ValueError(
-        f"precision={precision!r} (a {kind.__name__}); with ampplug legal are {', '.join(map(repr, PRECISIONS))} (parameters as they are, with bf16 autocast, or in bf16; Linears "
-        "compute in FP8 in each). fp16 with its loss scale is not needed beside FP8: use 'bf16-mixed'"
+        f"precision={precision!r} (a {kind.__name__}); with ampplug legal are {legal}: parameters as they are, with bf16 autocast, or in bf16, "
+        "and FP8 Linears in each. fp16 and its loss scale have no use beside FP8: take 'bf16-mixed'"
     )
 
 

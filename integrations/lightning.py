@@ -18,10 +18,12 @@ _MODULES = {"lightning": "ampplug.integrations.lightning_pytorch", "pytorch_ligh
 
 def _used() -> list[Any]:
     """The modules for the packages in use, the preferred one first. ImportError if none is installed."""
-    imported = [module for package, module in _MODULES.items() if package in sys.modules]
+    imported = [module for package, module in _MODULES.items() if sys.modules.get(package) is not None]
     installed = [module for package, module in _MODULES.items() if find_spec(package) is not None]
     if not installed:
-        raise ImportError("ampplug.integrations.lightning needs the package lightning or pytorch-lightning; neither is installed (pip install lightning)")
+        raise ImportError(
+            "ampplug.integrations.lightning needs the package lightning or pytorch-lightning; neither is installed (pip install lightning)"
+        )
     return [import_module(module) for module in imported or installed[:1]]
 
 

@@ -1,14 +1,12 @@
-"""Lightning's Trainer and Fabric with the real packages on CPU: the same numbers as a loop by hand, exact resume, clear refusals."""
+"""Lightning's Trainer, the real packages on CPU: the same numbers as a loop by hand, exact resume, clear refusals."""
 
 import importlib
-import os
 import pickle
+import sys
 import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 
@@ -16,7 +14,21 @@ import ampplug
 
 pytest.importorskip("lightning")
 
-PACKAGES = [("lightning.pytorch", "lightning_pytorch"), ("pytorch_lightning", "pytorch_lightning")]
+from lightning_helpers import (
+    PACKAGES,
+    Resumable,
+    batches,
+    by_hand,
+    everything,
+    load,
+    loader,
+    loss_of,
+    make_module,
+    make_trainer,
+    network,
+    plain_optimizer,
+)
+
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -29,144 +41,6 @@ def package(request):
     """(the Trainer's package, ampplug's classes for it)."""
     pytest.importorskip(request.param[0])
     return load(*request.param)
-
-
-def load(name: str = "lightning.pytorch", module: str = "lightning_pytorch"):
-    return importlib.import_module(name), importlib.import_module(f"ampplug.integrations.{module}")
-
-
-def network(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(32, 48), nn.LayerNorm(48), nn.GELU(), nn.Linear(48, 32))
-
-
-def batches(n: int, rank: int = 0) -> list[torch.Tensor]:
-    return [torch.randn(8, 32, generator=torch.Generator().manual_seed(100 * rank + i)) * 3.0**rank for i in range(n)]
-
-
-def loader(n: int, rank: int = 0):
-    return torch.utils.data.DataLoader(torch.cat(batches(n, rank)), batch_size=8)
-
-
-class Resumable:
-    """An iterable of `batches` that goes on where its checkpoint was made, which torch's DataLoader cannot."""
-
-    def __init__(self, n: int, rank: int = 0):
-        self.data, self.position, self.resumed = batches(n, rank), 0, False
-
-    def __len__(self):
-        return len(self.data)
-
-    def __iter__(self):
-        self.position, self.resumed = self.position if self.resumed else 0, False
-        while self.position < len(self.data):
-            self.position += 1
-            yield self.data[self.position - 1]
-
-    def state_dict(self):
-        return {"position": self.position % len(self.data)}
-
-    def load_state_dict(self, state):
-        self.position, self.resumed = state["position"], True
-
-
-def loss_of(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return (net(x) - x).float().square().mean()
-
-
-def make_module(pl, *, manual: bool = False, clip: float | None = None, optimizer=torch.optim.AdamW, seed: int = 0, scheduled: bool = True):
-    """A LightningModule whose layers are made in configure_model; `losses` records every micro-batch."""
-
-    class Module(pl.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = not manual
-            self.losses = []
-            self.net = None
-
-        def configure_model(self):
-            if self.net is None:
-                self.net = network(seed)
-
-        def configure_optimizers(self):
-            o = optimizer(self.parameters(), lr=1e-2)
-            if not scheduled:
-                return o
-            return {"optimizer": o, "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(o, 3, 0.8), "interval": "step"}}
-
-        def training_step(self, x, i):
-            loss = loss_of(self.net, x)
-            self.losses.append(loss.detach())
-            if manual:
-                o = self.optimizers()
-                o.zero_grad(set_to_none=bool(i % 2))
-                self.manual_backward(loss)
-                if clip is not None:
-                    self.clip_gradients(o, gradient_clip_val=clip, gradient_clip_algorithm="norm")
-                o.step()
-                if scheduled:
-                    self.lr_schedulers().step()
-            return loss
-
-        def validation_step(self, x, i):
-            self.log("v", loss_of(self.net, x))
-
-        test_step = validation_step
-
-        def predict_step(self, x, i):
-            return self.net(x)
-
-    return Module()
-
-
-def make_trainer(pl, steps: int, strategy="ampplug", **settings):
-    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-    return pl.Trainer(**{"max_steps": steps, "max_epochs": -1, "accelerator": "cpu", "devices": 1, "strategy": strategy, **quiet, **settings})
-
-
-def by_hand(steps: int, level: str, *, precision: str = "32-true", accumulate: int = 1, clip=None, fabric: bool = False):
-    """Plain `ampplug.initialize` and a loop. Returns (losses, network, optimizer)."""
-    if precision == "bf16-true" and not fabric:  # the Trainer makes the layers in this dtype, Fabric casts them
-        torch.set_default_dtype(torch.bfloat16)
-    net = network()
-    torch.set_default_dtype(torch.float32)
-    if precision == "bf16-true":
-        net.bfloat16()
-    o = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    schedule = torch.optim.lr_scheduler.StepLR(o, 3, 0.8)
-    net, o = ampplug.initialize(net, o, level)
-    losses = []
-    for t, x in enumerate(batches(steps * accumulate)):
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
-            if not fabric:
-                loss = loss_of(net, x.bfloat16() if precision == "bf16-true" else x)
-            else:  # inputs are cast on the way in, outputs on the way out
-                y = net(x if precision == "32-true" else x.bfloat16()).float()
-        if fabric:
-            loss = (y - x).square().mean()
-        losses.append(loss.detach())
-        (loss / accumulate).backward()
-        if (t + 1) % accumulate == 0:
-            if clip is not None:
-                clip(net.parameters())
-            o.step()
-            schedule.step()
-            o.zero_grad()
-    return losses, net, o
-
-
-def everything(net: nn.Module, optimizer) -> torch.Tensor:
-    """All that training depends on, as one vector of bytes."""
-    state = net[0]._ampplug
-    parts = [p.detach() for p in net.parameters()] + [state.bank.scale, state.bank.amax, state.book.scale, state.book.history, state.book.position]
-    parts += [w.w8 for w in state.bank.weights] + [w.w8t for w in state.bank.weights]
-    parts += [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
-    parts += [torch.tensor(g["lr"]) for g in optimizer.param_groups]
-    return torch.cat([p.contiguous().reshape(-1).view(torch.uint8) for p in parts])
-
-
-def plain_optimizer(trainer):
-    return trainer.optimizers[0]
 
 
 # ---------------------------------------------------------------- the same numbers as by hand
@@ -418,6 +292,18 @@ def test_names_and_registration(package):
     assert issubclass(lightning.AmpPlugStrategy, load()[0].strategies.DDPStrategy)
 
 
+def test_package_in_use(monkeypatch):
+    """expect: the package that is there; an error that names both where there is none."""
+    from ampplug.integrations import lightning
+
+    assert lightning._used()[0].__name__ == "ampplug.integrations.lightning_pytorch"
+    monkeypatch.setitem(sys.modules, "lightning", None)
+    assert [m.__name__ for m in lightning._used()] == ["ampplug.integrations.pytorch_lightning"]
+    monkeypatch.setitem(sys.modules, "pytorch_lightning", None)
+    with pytest.raises(ImportError, match="needs the package lightning or pytorch-lightning"):
+        lightning._used()
+
+
 def test_refusals(package):
     """expect: errors that name the argument, what was found and what is legal."""
     pl, own = package
@@ -450,204 +336,3 @@ def test_level_0(package):
     trainer.fit(module, loader(2))
     trainer.validate(module, loader(1), verbose=False)
     assert type(module.net[0]) is nn.Linear and type(plain_optimizer(trainer)) is torch.optim.AdamW
-
-
-# ---------------------------------------------------------------- Fabric
-
-
-def make_fabric(package=PACKAGES[0], strategy="ampplug", devices=1, **settings):
-    pl, own = load(*package)
-    kind = importlib.import_module("lightning.fabric" if package[0] == "lightning.pytorch" else "lightning_fabric").Fabric
-    fabric = kind(accelerator="cpu", devices=devices, strategy=strategy, **settings)
-    fabric.launch()
-    return fabric
-
-
-def run_fabric(fabric, steps, *, clip=None, accumulate=1, path=None, seed=0, rank=0):
-    """(losses, network, optimizer, wrapped model); steps: a range. Resumes from `path` if steps do not begin at 0, else saves there at the end."""
-    net = network(seed)
-    o = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    schedule = torch.optim.lr_scheduler.StepLR(o, 3, 0.8)
-    model, optimizer = fabric.setup(net, o)
-    state = {"model": model, "optimizer": optimizer, "schedule": schedule}
-    if path is not None and steps[0]:
-        fabric.load(path, state)
-    losses = []
-    data = batches(accumulate * (steps[-1] + 1), rank)
-    for t in steps:
-        for i in range(accumulate):
-            with fabric.no_backward_sync(model, enabled=i + 1 < accumulate):
-                loss = loss_of(model, data[t * accumulate + i])
-                losses.append(loss.detach())
-                fabric.backward(loss / accumulate)
-        if clip is not None:
-            fabric.clip_gradients(model, optimizer, **clip)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-    if path is not None and not steps[0]:
-        fabric.save(path, state)
-    return losses, net, o
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-def test_fabric_same_as_by_hand(package, level, precision):
-    """expect: every loss and the final state bit for bit."""
-    pl, own = package
-    name = next(p for p in PACKAGES if p[0] == pl.__name__)
-    losses, net, o = run_fabric(make_fabric(name, own.AmpPlugFabricStrategy(level), precision=precision), range(10), accumulate=2)
-    wanted, plain, plain_o = by_hand(10, level, precision=precision, accumulate=2, fabric=True)
-    assert torch.equal(torch.stack(losses), torch.stack(wanted))
-    assert torch.equal(everything(net, o), everything(plain, plain_o))
-    assert losses[-1] < losses[0] and type(net[0]) is not nn.Linear and net[0].weight.dtype == plain[0].weight.dtype
-
-
-def test_fabric_clips():
-    for arguments, reference in (
-        ({"max_norm": 0.05}, lambda p: ampplug.clip_grad_norm_(p, 0.05)),
-        ({"max_norm": 0.05, "error_if_nonfinite": False}, lambda p: ampplug.clip_grad_norm_(p, 0.05)),
-        ({"clip_val": 1e-3}, lambda p: torch.nn.utils.clip_grad_value_(p, 1e-3)),
-    ):
-        _, net, o = run_fabric(make_fabric(), range(6), clip=arguments)
-        assert torch.equal(everything(net, o), everything(*by_hand(6, "O2", clip=reference)[1:]))
-
-
-def test_fabric_norm_that_is_not_finite():
-    """expect: an error, or on request a step that changes nothing."""
-    fabric = make_fabric()
-    net = network()
-    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters()))
-    fabric.backward(loss_of(model, batches(1)[0]) * float("nan"))
-    with pytest.raises(RuntimeError, match="norm of order 2.0 of the gradients is nan"):
-        fabric.clip_gradients(model, optimizer, max_norm=1.0)
-    before = net[0].weight.clone()
-    assert not fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False).isfinite()
-    optimizer.step()
-    assert torch.equal(before, net[0].weight)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_fabric_resume_is_exact(package, level, tmp_path):
-    pl, own = package
-    name = next(p for p in PACKAGES if p[0] == pl.__name__)
-    wanted, net, o = run_fabric(make_fabric(name, own.AmpPlugFabricStrategy(level)), range(20))
-    run_fabric(make_fabric(name, own.AmpPlugFabricStrategy(level)), range(10), path=tmp_path / "c")
-    found, again, again_o = run_fabric(make_fabric(name, own.AmpPlugFabricStrategy(level)), range(10, 20), path=tmp_path / "c", seed=1)
-    assert (torch.stack(found) - torch.stack(wanted[10:])).abs().max().item() == 0.0
-    assert torch.equal(everything(again, again_o), everything(net, o))
-
-
-def test_fabric_refusals():
-    fabric = make_fabric()
-    with pytest.raises(RuntimeError, match="call fabric.setup.model, optimizer."):
-        fabric.setup_optimizers(torch.optim.AdamW(fabric.setup_module(network()).parameters()))
-    with pytest.raises(ValueError, match="precision='64-true' .a DoublePrecision.; with ampplug legal are"):
-        make_fabric(precision="64-true")
-    with pytest.raises(TypeError, match="AmpPlugPrecision is for the Trainer"):
-        make_fabric(strategy="auto", plugins=[load()[1].AmpPlugPrecision()]).setup(network())
-
-
-# ---------------------------------------------------------------- two processes
-
-
-def agree(value: torch.Tensor) -> bool:
-    gathered = [torch.empty_like(value) for _ in range(2)]
-    dist.all_gather(gathered, value)
-    return torch.equal(*gathered)
-
-
-def check_trainer(rank, package, level, path, accumulate=1, manual=False):
-    """20 steps against 10 and 10 resumed, data ten times as large on one rank. Ranks agree bit for bit; they begin with different weights."""
-    pl, own = load(*package)
-
-    def run(ckpt=None):
-        save = importlib.import_module(f"{pl.__name__}.callbacks").ModelCheckpoint(path, "{step}", save_top_k=-1, every_n_train_steps=10)
-        settings = {} if manual else {"gradient_clip_val": 0.05, "accumulate_grad_batches": accumulate}
-        trainer = make_trainer(
-            pl, 20, own.AmpPlugStrategy(level), devices=2, enable_checkpointing=True, callbacks=[save], use_distributed_sampler=False, **settings
-        )
-        module = make_module(pl, manual=manual, clip=0.05, seed=rank)
-        trainer.fit(module, Resumable(20 * accumulate, rank), ckpt_path=ckpt)
-        return module, everything(module.net, plain_optimizer(trainer))
-
-    straight, wanted = run()
-    assert agree(wanted) and not agree(straight.losses[0].reshape(1))
-    if rank == 0:
-        os.remove(f"{path}/step=20.ckpt")
-    dist.barrier()
-    resumed, found = run(f"{path}/step=10.ckpt")
-    assert torch.equal(found, wanted)
-    assert (torch.stack(resumed.losses) - torch.stack(straight.losses[10 * accumulate :])).abs().max().item() == 0.0
-    return wanted
-
-
-def check_same_as_ddp_by_hand(rank, wanted):
-    """The Trainer's 20 steps are those of initialize, DDP and a loop."""
-    net = network(rank)
-    o = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    schedule = torch.optim.lr_scheduler.StepLR(o, 3, 0.8)
-    ampplug.initialize(net, o)
-    model = nn.parallel.DistributedDataParallel(net)
-    for x in batches(20, rank):
-        loss_of(model, x).backward()
-        ampplug.clip_grad_norm_(net.parameters(), 0.05)
-        o.step()
-        schedule.step()
-        o.zero_grad()
-    assert torch.equal(everything(net, o), wanted)
-
-
-def check_plugin(rank):
-    """The plugin under Lightning's own DDP: O1 and bf16-true train; O2 with an fp32 model names the ways out, and changes nothing."""
-    pl, own = load()
-    for plugin in (own.AmpPlugPrecision("O1"), own.AmpPlugPrecision(precision="bf16-true")):
-        trainer = make_trainer(pl, 3, "ddp", devices=2, plugins=[plugin], use_distributed_sampler=False)
-        module = make_module(pl, seed=rank)
-        trainer.fit(module, loader(3, rank))
-        assert agree(everything(module.net, plain_optimizer(trainer)))
-        assert module.net[0]._ampplug.book.names[0] == "net.0.x"  # as without DDP: checkpoints move between the two
-    module = make_module(pl)
-    with pytest.raises(ValueError, match="use Trainer.strategy='ampplug'"):
-        make_trainer(pl, 1, "ddp", devices=2, plugins=[own.AmpPlugPrecision()]).fit(module, loader(1))
-    assert type(module.net[0]) is nn.Linear and module.net[0].weight.dtype == torch.float32
-
-
-def check_evaluation(rank):
-    """Without fit, and with more processes."""
-    pl, own = load()
-    trainer = make_trainer(pl, 1, devices=2, use_distributed_sampler=False)
-    assert trainer.validate(make_module(pl, seed=rank), loader(2, rank), verbose=False)
-
-
-def check_fabric(rank, path):
-    """Accumulation without synchronization in between, clipping, resume."""
-    wanted, net, o = run_fabric(make_fabric(devices=2), range(20), clip={"max_norm": 0.05}, accumulate=2, seed=rank, rank=rank)
-    assert agree(everything(net, o))
-    run_fabric(make_fabric(devices=2), range(10), clip={"max_norm": 0.05}, accumulate=2, seed=rank, rank=rank, path=path)
-    dist.barrier()
-    fabric = make_fabric(devices=2)
-    found, again, again_o = run_fabric(fabric, range(10, 20), clip={"max_norm": 0.05}, accumulate=2, seed=rank + 2, rank=rank, path=path)
-    assert torch.equal(everything(again, again_o), everything(net, o)) and torch.equal(torch.stack(found), torch.stack(wanted[20:]))
-
-
-def worker(rank: int, path: str) -> None:
-    warnings.simplefilter("ignore")
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29400")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
-    wanted = check_trainer(rank, PACKAGES[0], "O2", f"{path}/a")
-    check_same_as_ddp_by_hand(rank, wanted)
-    check_trainer(rank, PACKAGES[0], "O2", f"{path}/b", accumulate=2)
-    check_trainer(rank, PACKAGES[0], "O1", f"{path}/c", manual=True)
-    check_trainer(rank, PACKAGES[1], "O2", f"{path}/d", manual=True)
-    check_plugin(rank)
-    check_evaluation(rank)
-    check_fabric(rank, f"{path}/f")
-    dist.destroy_process_group()
-
-
-@pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
-def test_two_processes(tmp_path):
-    """One spawn for all of the checks above; a failed assertion in a worker is raised here. expect: no error."""
-    mp.spawn(worker, (str(tmp_path),), nprocs=2)
