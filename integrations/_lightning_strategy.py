@@ -23,6 +23,7 @@ class StrategyPart(Base):
     """
 
     precision_type: ClassVar[type[PrecisionPart]]
+    _precision_plugin: Any
 
     def __init__(self, opt_level: str = "O2", **settings: Any) -> None:
         """Fields of `ampplug.Config`, and keyword arguments of Lightning's DDPStrategy and torch's DistributedDataParallel.
@@ -70,7 +71,7 @@ class StrategyPart(Base):
         # Lightning shuffles the training data of every DDPStrategy, on one device too, whatever the user's loader does; it has no other switch
         trainer._accelerator_connector.use_distributed_sampler = False
         self.accelerator.setup(trainer)
-        self.model = self.precision_plugin.convert_module(self.model)
+        self.precision_plugin.convert_module(self.model)  # in place
         self.model_to_device()
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
