@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from ampplug.auditing import Audit as Audit
+    from ampplug.auditing import audit as audit
     from ampplug.checkpoint import fp32_state_dict as fp32_state_dict
     from ampplug.checkpoint import refresh as refresh
     from ampplug.checkpoint import torch_state_dict as torch_state_dict
@@ -26,9 +28,11 @@ if TYPE_CHECKING:
 # Names load on first use, so that importing the package imports torch and nothing optional. No module is named like a public function: importing
 # it would hide the function.
 _PUBLIC = {
+    "Audit": "auditing",
     "Config": "config",
     "GradScaler": "scaler",
     "Plan": "planning",
+    "audit": "auditing",
     "capture": "graph",
     "check_fp8_support": "kernels.triton_runtime",
     "clip_grad_norm_": "clip",

@@ -1,4 +1,4 @@
-"""The `ampplug` command: `demo` and `plan`."""
+"""The `ampplug` command: `demo`, `plan` and `audit`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ampplug
 from ampplug import demo
@@ -55,10 +55,8 @@ def _preset(name: str) -> nn.Module:
         return demo.build_preset(name)
 
 
-def _load(path: str) -> nn.Module:
-    """Call `module:callable`, which must return a module; on the meta device where it can be built there, since only shapes and types matter."""
-    import torch
-
+def _import(path: str) -> tuple[str, str, Any]:
+    """`module:callable` -> (module, name, the callable)."""
     name, _, attribute = path.partition(":")
     if not name or not attribute:
         raise UsageError(f"model {path!r} is not of the form module:callable")
@@ -73,6 +71,14 @@ def _load(path: str) -> nn.Module:
     build = getattr(module, attribute, None)
     if not callable(build):
         raise UsageError(f"model {path!r}: {name!r} has no callable {attribute!r}")
+    return name, attribute, build
+
+
+def _load(path: str) -> nn.Module:
+    """Call `module:callable`, which must return a module; on the meta device where it can be built there, since only shapes and types matter."""
+    import torch
+
+    _, attribute, build = _import(path)
     try:
         try:
             with torch.device("meta"):
@@ -84,6 +90,34 @@ def _load(path: str) -> nn.Module:
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"model {path!r} returned a {type(model).__name__}; it must return a torch.nn.Module")
     return model
+
+
+WAYS = ("eager", "graph", "compile", "both")
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    if (arguments.step is None) == (arguments.preset is None):
+        raise UsageError("give either a step as module:callable or --preset")
+    if arguments.preset is not None:
+        if arguments.preset not in demo.PRESETS:
+            raise UsageError(f"--preset {arguments.preset!r} is not legal; legal are {', '.join(map(repr, demo.PRESETS))}")
+        from ampplug.demo.train import audit_parts
+
+        step, model, optimizer, *batch = audit_parts(arguments.preset, arguments.opt_level, arguments.way)
+    else:
+        _, attribute, build = _import(arguments.step)
+        try:
+            parts = build()
+        except Exception as error:
+            raise UsageError(f"step {arguments.step!r}: {attribute}() raised {_first_line(error)}") from error
+        if not isinstance(parts, tuple) or len(parts) < 3:
+            raise UsageError(f"step {arguments.step!r} returned a {type(parts).__name__}; it must return (step, model, optimizer, *batch)")
+        step, model, optimizer, *batch = parts
+    try:
+        print(ampplug.audit(step, *batch, model=model, optimizer=optimizer))
+    except (ValueError, TypeError) as error:
+        raise UsageError(str(error)) from error
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -100,6 +134,12 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--recipe", default="delayed", choices=RECIPES, help="default delayed")
     p.add_argument("--select", action="append", help="layers that go FP8: auto (default), all, or a name pattern; repeat it for more patterns")
     p.set_defaults(run=_plan)
+    p = commands.add_parser("audit", help="run a training step a few times and say where its time and memory go")
+    p.add_argument("step", nargs="?", help="module:callable that returns (step, model, optimizer, *batch); called without arguments")
+    p.add_argument("--preset", help=f"a model of the demo instead: {', '.join(demo.PRESETS)}")
+    p.add_argument("--opt-level", default="O2", choices=LEVELS, help="of the preset; default O2")
+    p.add_argument("--way", default="eager", choices=WAYS, help="how the preset's step runs: eager, captured in a CUDA graph, compiled, or both; default eager")
+    p.set_defaults(run=_audit)
     return parser
 
 

@@ -38,6 +38,9 @@ class Config:
     power_of_two: bool = False
     """Round scales down to powers of two, as MS-AMP does."""
 
+    fuse: bool = True
+    """Run feed-forward blocks `down(silu(gate(x)) * up(x))` as one, the activation in FP8 from where it is made. False: layer by layer."""
+
     seed: int = 0
     """Seed of the stochastic rounding of the moments. Must be the same on all ranks."""
 
@@ -59,8 +62,10 @@ class Config:
         _integer("history", self.history, 1, 1024)
         _integer("margin", self.margin, -16, 16)
         _integer("seed", self.seed, 0, 2**32 - 1)
-        if not isinstance(self.power_of_two, bool):
-            raise TypeError(f"power_of_two={self.power_of_two!r} is a {type(self.power_of_two).__name__}; legal are True and False")
+        for key in ("power_of_two", "fuse"):
+            value = getattr(self, key)
+            if not isinstance(value, bool):
+                raise TypeError(f"{key}={value!r} is a {type(value).__name__}; legal are True and False")
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> Config:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ampplug import formats
 from ampplug.nn.linear import Linear, LinearState, conv1d_class, is_converted
+from ampplug.nn.swiglu import fuse, unfuse
 from ampplug.planning import Plan, is_conv1d
 from ampplug.scaling import ScaleBook
 from ampplug.storage import WeightBank
@@ -65,6 +66,8 @@ def convert_layers(model: nn.Module, plan: Plan, device: torch.device) -> tuple[
         entry = bank.weights[index[id(module.weight if weight is None else weight)]]
         module.__class__ = conv1d_class(type(module)) if transposed else Linear
         module._ampplug = LinearState(book, 2 * i, 2 * i + 1, bank, entry, transposed)
+    for name, children in plan.blocks.items():
+        fuse(modules[name], children)
     for module in model.modules():
         # torch's fused inference path would use the FP8 layers' parameters behind their back; this is its documented off switch
         if isinstance(module, nn.TransformerEncoderLayer) and any(isinstance(m, Linear) for m in module.children()):
@@ -77,6 +80,7 @@ def convert_layers(model: nn.Module, plan: Plan, device: torch.device) -> tuple[
 def restore_layers(model: nn.Module) -> None:
     """Inverse of `convert_layers`, in place: FP8 layers become the Linears that they were. Parameters keep their present values and dtypes."""
     for module in model.modules():
+        unfuse(module)
         if is_converted(module):
             module.__class__ = type(module).__bases__[-1]  # FP8 layers derive from (..., the class that they were made of)
             del module._ampplug

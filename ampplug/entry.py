@@ -49,7 +49,7 @@ def initialize(
         use_te: MS-AMP's spelling of the Transformer Engine backend, which this version does not have; None or False.
         process_group: the data-parallel group whose ranks share scales. None: the default group, if there is one at the first step; False: none.
         config: a `Config` or a dict of its fields, instead of keyword arguments.
-        settings: further fields of `Config`: history, margin, power_of_two, seed.
+        settings: further fields of `Config`: history, margin, power_of_two, fuse, seed.
 
     Raises:
         ValueError, TypeError, RuntimeError: naming the argument, what was found and what is legal, before anything is changed.
@@ -135,6 +135,8 @@ def _check(model: Any, optimizers: list[Any], config: Config) -> None:
     for o in optimizers:
         if not isinstance(o, torch.optim.Optimizer):
             raise TypeError(f"optimizer is a {type(o).__name__}; it must be a torch.optim.Optimizer (unwrap it first), a list of them, or None")
+        if "_optimizer_step_post_hooks" not in vars(o):  # a wrapper that only claims to be one
+            raise TypeError(f"optimizer is a {type(o).__module__}.{type(o).__name__}, a wrapper of another; initialize the optimizer before it is wrapped")
         if isinstance(o, LowBitOptimizer) or getattr(o, "_ampplug_attached", False):
             raise RuntimeError("optimizer: ampplug.initialize was already called with it; call it once for a model and its optimizer")
     for name, module in model.named_modules():

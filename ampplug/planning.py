@@ -6,14 +6,15 @@ Bytes per parameter are those of training state: parameter, remainder or master,
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from ampplug.config import Config
 from ampplug.kernels.triton_runtime import on_gpu
+from ampplug.nn.swiglu import Names, find_blocks
 
 # On a GPU, "auto" leaves a Linear in high precision below these sizes: its casts cost more than its GEMM saves. See docs/levels.md.
 SMALLEST_DIMENSION = 512
@@ -74,6 +75,7 @@ class Plan:
     config: Config
     layers: tuple[LayerPlan, ...]
     parameters: tuple[ParameterPlan, ...]
+    blocks: Mapping[str, Names] = field(default_factory=dict)  # modules that compute SwiGLU, and run as one
 
     @property
     def converted(self) -> tuple[str, ...]:
@@ -171,6 +173,9 @@ def make_plan(model: nn.Module, optimizer_parameters: Iterable[Tensor] | None, c
             if converts:
                 fp8_layers.add(id(module))
             layers.append(LayerPlan(name, type(module).__name__, tuple(module.weight.shape), converts, why))
+    blocks = find_blocks(model, fp8_layers) if config.fuse else {}
+    fused = {f"{block}.{child}" if block else child for block, names in blocks.items() for child in names}
+    layers = [replace(layer, why=f"{layer.why}; one with SwiGLU") if layer.name in fused else layer for layer in layers]
     stepped = {id(p) for p in optimizer_parameters or ()}
     named: dict[int, tuple[str, Tensor]] = {id(p): (name, p) for name, p in model.named_parameters()}
     everything = [named[id(p)] for p in model.parameters()]
@@ -193,4 +198,4 @@ def make_plan(model: nn.Module, optimizer_parameters: Iterable[Tensor] | None, c
         elif config.opt_level == "O2" and not is_stepped:
             why = "not in the optimizer" if p.requires_grad else "frozen or not in the optimizer"
         parameters.append(ParameterPlan(name, tuple(p.shape), p.dtype, after, becomes, why, fp8, is_stepped))
-    return Plan(config, tuple(layers), tuple(parameters))
+    return Plan(config, tuple(layers), tuple(parameters), blocks)

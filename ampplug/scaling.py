@@ -48,6 +48,7 @@ class ScaleBook:
         self._make_views()
         self._pending: tuple[Tensor, Any] | None = None
         self.known = [False] * n  # what the host knows of scale != 0
+        self._following: set[int] = set()
         self._all_known = n == 0
 
     def _make_views(self) -> None:
@@ -64,6 +65,7 @@ class ScaleBook:
         for name in _TENSORS:
             setattr(other, name, getattr(self, name).clone())
         other.known = list(self.known)
+        other._following = set(self._following)
         other._make_views()
         return other
 
@@ -99,8 +101,23 @@ class ScaleBook:
         if event is not None and not event.query():
             return
         self.known = flags.tolist()
-        self._all_known = all(self.known)
+        self._count_known()
         self._pending = None
+
+    def _count_known(self) -> None:
+        self._all_known = all(known or slot in self._following for slot, known in enumerate(self.known))
+
+    def follow(self, slot: int) -> None:
+        """The slot's layer took over a sibling's cast: it needs no scale of its own, unless it casts one day."""
+        if not self.known[slot] and slot not in self._following:
+            self._following.add(slot)
+            self._count_known()
+
+    def lead(self, slot: int) -> None:
+        """The slot's layer casts by itself, and no scale of it is known yet."""
+        if slot in self._following:
+            self._following.discard(slot)
+            self._count_known()
 
     def _ask(self) -> None:
         """Have the flags of `known` copied to the host, without waiting."""
@@ -167,8 +184,8 @@ class ScaleBook:
             self.position[mine.to(self.device)] = state["position"][theirs].to(self.device)
             self.scale[mine.to(self.device)] = state["scale"][theirs].to(self.device)
         self._pending = None
-        self._all_known = not self.names
         self.known = [False] * len(self.names)
+        self._count_known()
         self._ask()
         return missing
 

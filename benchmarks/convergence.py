@@ -40,7 +40,7 @@ class _Lines:
 
 
 def _settings(arguments: argparse.Namespace, seed: int) -> Settings:
-    sizes = {"eval_bytes": arguments.eval_bytes, "steps": arguments.steps, "recipe": arguments.recipe, "select": arguments.select}
+    sizes = {"eval_bytes": arguments.eval_bytes, "steps": arguments.steps, "recipe": arguments.recipe, "select": arguments.select, "way": arguments.way}
     return make_settings(arguments.preset, arguments.device, seed=seed, evaluations=EVALUATIONS, **sizes)
 
 
@@ -196,6 +196,7 @@ def main() -> int:
     parser.add_argument("--eval-bytes", type=int, default=1 << 20, help="held-out bytes of each evaluation; default 1 MiB")
     parser.add_argument("--recipe", default="delayed")
     parser.add_argument("--select", default="blocks.*", help="which layers go FP8; auto leaves 768 x 768 ones out; auto, all, or patterns with commas between, as blocks.*")
+    parser.add_argument("--way", default="eager", help="how steps run: eager, graph, compile or both")
     parser.add_argument("--device")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="no new run starts later than this")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once")

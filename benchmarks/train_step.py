@@ -61,19 +61,28 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 
 
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, width: int, hidden: int):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False), nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
 class Block(nn.Module):
     """RMSNorm, attention; RMSNorm, SwiGLU."""
 
     def __init__(self, width: int, hidden: int, heads: int, groups: int):
         super().__init__()
         self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.attention = Attention(width, heads, groups)
-        self.gate, self.up, self.down = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False), nn.Linear(hidden, width, bias=False)
+        self.attention, self.feed_forward = Attention(width, heads, groups), FeedForward(width, hidden)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.norm_1(x), cos, sin)
-        h = self.norm_2(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+        return x + self.feed_forward(self.norm_2(x))
 
 
 class Llama(nn.Module):

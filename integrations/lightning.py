@@ -21,9 +21,7 @@ def _used() -> list[Any]:
     imported = [module for package, module in _MODULES.items() if sys.modules.get(package) is not None]
     installed = [module for package, module in _MODULES.items() if find_spec(package) is not None]
     if not installed:
-        raise ImportError(
-            "ampplug.integrations.lightning needs the package lightning or pytorch-lightning; neither is installed (pip install lightning)"
-        )
+        raise ImportError("ampplug.integrations.lightning needs lightning or pytorch-lightning: pip install 'ampplug[lightning]'")
     return [import_module(module) for module in imported or installed[:1]]
 
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_train_step(tmp_path: Path):
-    sizes = "--vocabulary 128 --sequence 32 --width 64 --hidden 96 --layers 2 --heads 4 --groups 2 --lr 3e-3".split()
+    sizes = ["--vocabulary", "128", "--sequence", "32", "--width", "64", "--hidden", "96", "--layers", "2", "--heads", "4", "--groups", "2", "--lr", "3e-3"]
     command = [sys.executable, str(ROOT / "benchmarks" / "train_step.py"), "--micro-batches", "2", "--ways", "eager,graph", "--rounds", "2", "--steps", "24"]
     run = subprocess.run([*command, *sizes, "--out", str(tmp_path)], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

@@ -149,3 +149,31 @@ def test_reader_that_leaves_early():
     error = command.stderr.read()
     command.stderr.close()
     assert command.wait(timeout=120) == 1 and error == b""
+
+
+def test_audit_of_a_preset(capsys):
+    assert cli.main(["audit", "--preset", "small"]) == 0
+    out = capsys.readouterr().out
+    assert "ampplug audit: cpu, 18 FP8 layers" in out and "emulated" in out and "bytes a parameter: 10.0" in out
+
+
+def test_audit_of_ones_own_step(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.py").write_text(
+        "import torch, ampplug\n"
+        "def make():\n"
+        "    model = torch.nn.Linear(32, 32)\n"
+        "    model, optimizer = ampplug.initialize(model, torch.optim.AdamW(model.parameters()))\n"
+        "    def step(x):\n"
+        "        optimizer.zero_grad(); model(x).square().mean().backward(); optimizer.step()\n"
+        "    return step, model, optimizer, torch.randn(4, 32)\n"
+        "def wrong():\n"
+        "    return 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["audit", "mine:make"]) == 0
+    assert "1 FP8 layers, 1056 parameters" in capsys.readouterr().out
+    assert cli.main(["audit", "mine:wrong"]) == 2
+    assert "returned a int; it must return (step, model, optimizer, *batch)" in capsys.readouterr().err
+    for words in (["audit"], ["audit", "mine:make", "--preset", "small"], ["audit", "--preset", "big"], ["audit", "mine"]):
+        assert cli.main(words) == 2
+        assert capsys.readouterr().err.count("\n") == 1

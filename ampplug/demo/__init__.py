@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--opt-level", default="O2", help="ampplug's level: O0, O1 or O2; default O2")
     parser.add_argument("--recipe", default="delayed", help="FP8 scaling: delayed or current; default delayed")
     parser.add_argument("--select", default="auto", help="layers that go FP8: auto, or all (also the small ones and the head); default auto")
+    parser.add_argument("--way", help="how steps run on a GPU: eager, graph (captured in a CUDA graph), compile, or both; default eager")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out, exactly")
     parser.add_argument("--device", help="cpu or cuda; default: cuda where there is one")
     parser.add_argument("--checkpoint-every", type=int, metavar="N", help="steps between checkpoints; default: a quarter of the steps")

@@ -56,7 +56,7 @@ def load(path: str | None) -> Corpus:
 def _list_files(folder: Path, suffix: str) -> list[str]:
     """Relative paths of the visible regular files with this suffix, sorted, the same on every file system.
 
-    Pipes and sockets, which would be waited for, and links that lead nowhere are left out.
+    Pipes and sockets, which would be waited for, links that lead nowhere and binary files are left out.
     """
 
     def refuse(error: OSError) -> None:
@@ -66,9 +66,19 @@ def _list_files(folder: Path, suffix: str) -> list[str]:
     for here, folders, files in os.walk(folder, onerror=refuse):
         folders[:] = [f for f in folders if f not in _SKIPPED_FOLDERS and not f.startswith(".")]
         for f in files:
-            if f.endswith(suffix) and not f.startswith(".") and os.path.isfile(os.path.join(here, f)):
-                found.append(Path(here, f).relative_to(folder).as_posix())
+            path = Path(here, f)
+            if f.endswith(suffix) and not f.startswith(".") and path.is_file() and _is_text(path):
+                found.append(path.relative_to(folder).as_posix())
     return sorted(found)
+
+
+def _is_text(path: Path) -> bool:
+    """No null byte in its beginning: what grep and git go by. Libraries and pictures beside text would be most of the bytes."""
+    try:
+        with path.open("rb") as file:
+            return b"\0" not in file.read(8192)
+    except OSError:
+        return True  # reading it says why
 
 
 def _read(path: Path) -> bytes:

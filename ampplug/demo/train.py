@@ -25,9 +25,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ampplug
+from ampplug.auditing import bytes_per_parameter
 from ampplug.demo import DemoError, data, report
 from ampplug.demo.model import SHAPES, Shape, build
 
+WAYS = ("eager", "graph", "compile", "both")
 MODES = ("bf16", "o0", "o1", "o2")
 
 
@@ -49,6 +51,7 @@ class Settings:
     select: str = "auto"  # "auto", "all", or patterns with commas between
     weight_decay: float = 0.1
     clip: float = 1.0
+    way: str = "eager"  # how a step runs: eager, graph, compile or both
 
     @property
     def tokens(self) -> int:
@@ -101,6 +104,8 @@ def make_settings(preset: str, device: str | None = None, **given: Any) -> Setti
     for name in ("steps", "batch", "eval_bytes", "evaluations", *Shape.__dataclass_fields__):
         if settings.flat()[name] < 1:
             raise DemoError(f"{name.replace('_', '-')} is {settings.flat()[name]}; it must be at least 1")
+    if settings.way not in WAYS:
+        raise DemoError(f"way {settings.way!r} is none of {', '.join(map(repr, WAYS))}")
     if shape.width % (2 * shape.heads):
         raise DemoError(f"width is {shape.width}; it must be a multiple of twice the {shape.heads} heads")
     return settings
@@ -123,12 +128,14 @@ class Phase:
         with torch.random.fork_rng(devices=[]):  # made on the CPU: the same start on every device and in every mode
             torch.manual_seed(s.seed)
             self.model: nn.Module = build(s.shape).to(self.device)
-        self.optimizer: Any = torch.optim.AdamW(
-            self.model.parameters(), lr=s.learning_rate, betas=(0.9, 0.95), weight_decay=s.weight_decay, fused=self.device.type == "cuda"
-        )
+        options: dict[str, Any] = dict(lr=s.learning_rate, betas=(0.9, 0.95), weight_decay=s.weight_decay, fused=self.device.type == "cuda")
+        if self.device.type == "cuda" and s.way in ("graph", "both") and mode != "o2":  # what torch's own optimizers need in a graph
+            options.update(capturable=True, lr=torch.tensor(s.learning_rate, device=self.device))
+        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), **options)
         if mode != "bf16":
             self._convert()
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, _Schedule(s.warmup, s.steps))
+        self._step: Callable[[Tensor, Tensor], Tensor] | None = None
         self.step = 0
         self.losses: list[float] = []
         self.held_out: list[tuple[int, float]] = []  # (steps done, loss)
@@ -230,7 +237,7 @@ class Phase:
             waiting.append(self._train_step(*data.windows(text, starts[self.step], s.shape.sequence)))
             self.step += 1
             if not self.bytes:
-                self.bytes = bytes_per_parameter(self.model, self.optimizer)
+                self.bytes = bytes_per_parameter(self.model, [self.optimizer])
         return self._result()
 
     def _mark(self) -> None:
@@ -240,17 +247,29 @@ class Phase:
     def _to_evaluate(self) -> set[int]:
         return self.settings.evaluation_steps() - {step for step, _ in self.held_out}
 
+    def way(self, way: str) -> Callable[[Tensor, Tensor], Tensor]:
+        """The training step, to be run eagerly, captured in a CUDA graph ("graph"), compiled, or both."""
+        forward = torch.compile(self.model) if way in ("compile", "both") else self.model
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            self.optimizer.zero_grad()
+            with torch.autocast(self.device.type, dtype=torch.bfloat16):
+                loss = F.cross_entropy(forward(x).flatten(0, 1), y.flatten())
+            loss.backward()
+            clip = torch.nn.utils.clip_grad_norm_ if self.mode == "bf16" else ampplug.clip_grad_norm_
+            clip(self.model.parameters(), self.settings.clip)
+            self.optimizer.step()
+            return loss.detach()
+
+        return ampplug.capture(step, self.model, self.optimizer) if way in ("graph", "both") else step
+
     def _train_step(self, x: Tensor, y: Tensor) -> Tensor:
         """One step on x, y int64 [batch, sequence] -> its loss, fp32 [], still on the device. Gradients stay until the next step."""
-        self.optimizer.zero_grad()
-        with torch.autocast(self.device.type, dtype=torch.bfloat16):
-            loss = F.cross_entropy(self.model(x).flatten(0, 1), y.flatten())
-        loss.backward()
-        clip = torch.nn.utils.clip_grad_norm_ if self.mode == "bf16" else ampplug.clip_grad_norm_
-        clip(self.model.parameters(), self.settings.clip)
-        self.optimizer.step()
+        if self._step is None:
+            self._step = self.way(self.settings.way)
+        loss = self._step(x, y)
         self.scheduler.step()
-        return loss.detach()
+        return loss
 
     def _result(self) -> dict[str, Any]:
         steady = self.times[len(self.times) // 5 :]  # without what the first steps compile
@@ -296,35 +315,6 @@ def evaluate(model: nn.Module, text: Tensor, sequence: int, batch: int, limit: i
         total += F.cross_entropy(logits.float().flatten(0, 1), y.flatten(), reduction="sum")
     model.train()
     return total.item() / (starts.numel() * sequence)
-
-
-def bytes_per_parameter(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Bytes held for each parameter, by kind, from the allocations behind the tensors; each allocation once."""
-    parameters = list(model.parameters())
-    kinds: dict[str, list[Tensor]] = {
-        "parameters": list(parameters),
-        "gradients": [p.grad for p in parameters if p.grad is not None],
-        "optimizer state": [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)],
-        "FP8 copies": [],
-    }
-    for module in model.modules():
-        converted = getattr(module, "_ampplug", None)
-        if converted is not None:
-            for weight in converted.bank.weights:
-                kinds["FP8 copies"] += [weight.w8, weight.w8t, weight.scale]
-    seen: set[int] = set()
-    count = sum(p.numel() for p in parameters)
-    result = {}
-    for kind, tensors in kinds.items():
-        size = 0
-        for t in tensors:
-            storage = t.untyped_storage()
-            if storage.nbytes() and storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                size += storage.nbytes()
-        result[kind] = size / count
-    result["total"] = sum(result.values())
-    return result
 
 
 # ---------------------------------------------------------------- progress and interrupts
@@ -399,6 +389,14 @@ def _threads(settings: Settings) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def audit_parts(preset: str, opt_level: str, way: str) -> tuple[Callable[..., Tensor], nn.Module, Any, Tensor, Tensor]:
+    """(step, model, optimizer, x, y) of a preset, for `ampplug audit`. way: "eager", "graph", "compile" or "both"."""
+    phase = Phase(make_settings(preset, way=way), "bf16" if opt_level == "O0" else opt_level.lower())
+    s = phase.settings
+    x, y = torch.randint(0, 256, (2, s.batch, s.shape.sequence), device=phase.device).unbind()
+    return phase.way(way), phase.model, phase.optimizer, x, y
+
+
 # ---------------------------------------------------------------- the demo
 
 
@@ -407,7 +405,7 @@ def demo(arguments: argparse.Namespace) -> int:
     mode = arguments.opt_level.lower()
     if mode not in MODES[1:]:
         raise DemoError(f"opt-level {arguments.opt_level!r} is none of 'O0', 'O1', 'O2'")
-    names = ("batch", "steps", "seed", "recipe", "width", "layers", "heads", "ffn", "sequence", "eval_bytes")
+    names = ("batch", "steps", "seed", "recipe", "way", "width", "layers", "heads", "ffn", "sequence", "eval_bytes")
     given = {name: getattr(arguments, name) for name in names}
     if arguments.select != "auto":
         given["select"] = arguments.select

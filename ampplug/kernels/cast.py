@@ -12,6 +12,8 @@ Bytes: one read of x, one write of q and one of its transpose: 4 per bf16 elemen
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -131,20 +133,17 @@ def partial_amax_kernel(x, partials, M, K, stride_m, stride_k, BM: tl.constexpr,
 
 
 @jit
-def _cast_tile(
-    tile_m, tile_k, scale, x, rows, columns, M, K, stride_m, stride_k, row_stride, column_stride, zero,
+def store_tile(
+    value, scale, rows, columns, m, k, M, row_stride, column_stride, zero,
     FP8_MAX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FP8: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Cast one tile, up to the padded edges: the padding's zeros come from here, too. Returns maxima over eight neighbours each of |x|, as bits.
+    """Cast one tile (fp32) and store it both ways, up to the padded edges: the padding's zeros come from here, too.
+
+    Returns maxima over eight neighbours each of |value|, as bits.
 
     zero: 0.0, as an argument so that the compiler does not know it. The assembler (ptxas 12.9) corrupts FP8 codes that are stored both
     packed and through shared memory (triton-lang/triton issue 11111); two casts of values that it cannot prove equal keep them apart.
     """
-    m = tile_m * BM + tl.arange(0, BM)
-    k = tile_k * BK + tl.arange(0, BK)
-    inside = (m[:, None] < M) & (k[None, :] < K)
-    value = tl.load(x + m[:, None].to(tl.int64) * stride_m + k[None, :].to(tl.int64) * stride_k, mask=inside, other=0.0)
-    value = value.to(tl.float32)
     y = value * scale
     if ROWS:
         edge = (m[:, None] < M) & (k[None, :] < row_stride)
@@ -158,6 +157,84 @@ def _cast_tile(
 
 
 @jit
+def is_outgrown(scale, amax, OUTGROWN_MAX: tl.constexpr):
+    """Whether values up to amax are clipped by this scale; an amax that is not finite says nothing."""
+    return (scale * amax > OUTGROWN_MAX) & (amax <= LARGEST)
+
+
+@jit
+def first_scale(
+    slot_scale, partials, record, scale_inv, n_partials,
+    FP8_MAX: tl.constexpr, OUTGROWN_MAX: tl.constexpr, DELAYED: tl.constexpr, JUST_IN_TIME: tl.constexpr, RECORD: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, PARTIALS: tl.constexpr,
+):  # fmt: skip
+    """The scale to begin with; with partial maxima it is final, and what depends on it is written."""
+    scale = 0.0
+    if DELAYED:
+        scale = tl.load(slot_scale)
+    if JUST_IN_TIME:
+        p = tl.arange(0, PARTIALS)
+        bits = tl.max(tl.load(partials + p, mask=p < n_partials, other=0), 0)
+        amax = bits.to(tl.float32, bitcast=True)
+        own = scale_from_amax(amax, 1.0, FP8_MAX, POWER_OF_TWO)
+        scale = tl.where((scale == 0.0) | is_outgrown(scale, amax, OUTGROWN_MAX), own, scale)
+        if tl.program_id(0) == 0:
+            tl.store(scale_inv, tl.div_rn(1.0, scale))
+            if RECORD:
+                tl.atomic_max(record, bits, sem="relaxed")
+    return scale
+
+
+@jit
+def raise_amax(scratch, bits):
+    """Raise the amax of this call to the largest of bits [BM, BK / 8]."""
+    largest = tl.max(tl.max(bits, 1), 0)
+    # most programs are below the maximum so far: a plain read spares the atomic
+    if largest > tl.load(scratch):
+        tl.atomic_max(scratch, largest, sem="relaxed")
+
+
+@jit
+def arrive(scratch, menders):
+    """This program has cast its tiles. Returns its number among the last `menders` to arrive, after all have arrived; below 0 for the others.
+
+    scratch: [amax of this call, programs arrived, menders done]. Nobody waits for a program that cannot start: fewer wait than fit on the GPU at
+    once.
+    """
+    tl.debug_barrier()
+    # released only: acquiring would empty the L1 of every multiprocessor for every program
+    programs = tl.num_programs(0)
+    mender = tl.atomic_add(scratch + 1, 1, sem="release") - (programs - menders)
+    if mender >= 0:
+        while tl.atomic_add(scratch + 1, 0, sem="acquire") < programs:
+            pass
+    return mender
+
+
+@jit
+def leave(scratch, menders):
+    """Whether this is the last mender to be done. It leaves scratch as it was found."""
+    last = tl.atomic_add(scratch + 2, 1, sem="acq_rel") == menders - 1
+    if last:
+        tl.store(scratch, 0)
+        tl.store(scratch + 1, 0)
+        tl.store(scratch + 2, 0)
+    return last
+
+
+@jit
+def _cast_tile(
+    tile_m, tile_k, scale, x, rows, columns, M, K, stride_m, stride_k, row_stride, column_stride, zero,
+    FP8_MAX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FP8: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    m = tile_m * BM + tl.arange(0, BM)
+    k = tile_k * BK + tl.arange(0, BK)
+    inside = (m[:, None] < M) & (k[None, :] < K)
+    value = tl.load(x + m[:, None].to(tl.int64) * stride_m + k[None, :].to(tl.int64) * stride_k, mask=inside, other=0.0).to(tl.float32)
+    return store_tile(value, scale, rows, columns, m, k, M, row_stride, column_stride, zero, FP8_MAX, ROWS, COLUMNS, FP8, BM, BK)
+
+
+@jit
 def cast_kernel(
     x, rows, columns, scale_inv, slot_scale, partials, record, scratch, M, K, stride_m, stride_k, row_stride, column_stride, n_partials,
     tiles_m, span, menders, zero,
@@ -165,28 +242,16 @@ def cast_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, POWER_OF_TWO: tl.constexpr, FP8: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
     PARTIALS: tl.constexpr,
 ):  # fmt: skip
-    """A program casts `span` tiles, one below the other. scratch: [amax of this call, programs done with casting, menders done].
+    """A program casts `span` tiles, one below the other.
 
     Mending an outgrown scale: the `menders` programs that finish casting last wait until all have, which is when the amax is known, and where
-    it is too large cast the whole tensor again between them. Nobody waits for a program that cannot start: fewer programs wait than fit on the
-    GPU at once.
+    it is too large cast the whole tensor again between them.
     """
     program = tl.program_id(0)
     tiles_k = tl.cdiv(row_stride, BK)
-    scale = 0.0
-    if DELAYED:
-        scale = tl.load(slot_scale)
-    if JUST_IN_TIME:
-        p = tl.arange(0, PARTIALS)
-        amax_bits = tl.max(tl.load(partials + p, mask=p < n_partials, other=0), 0)
-        amax = amax_bits.to(tl.float32, bitcast=True)
-        own = scale_from_amax(amax, 1.0, FP8_MAX, POWER_OF_TWO)
-        outgrown = (scale * amax > OUTGROWN_MAX) & (amax <= LARGEST)
-        scale = tl.where((scale == 0.0) | outgrown, own, scale)
-        if program == 0:
-            tl.store(scale_inv, tl.div_rn(1.0, scale))
-            if RECORD:
-                tl.atomic_max(record, amax_bits, sem="relaxed")
+    scale = first_scale(
+        slot_scale, partials, record, scale_inv, n_partials, FP8_MAX, OUTGROWN_MAX, DELAYED, JUST_IN_TIME, RECORD, POWER_OF_TWO, PARTIALS
+    )
     bits = tl.zeros((BM, BK // 8), tl.int32)
     first = (program // tiles_k) * span
     for tile_m in range(first, tl.minimum(first + span, tiles_m)):
@@ -196,31 +261,19 @@ def cast_kernel(
         )  # fmt: skip
         bits = tl.maximum(bits, found)
     if not JUST_IN_TIME:
-        largest = tl.max(tl.max(bits, 1), 0)
-        # most programs are below the maximum so far: a plain read spares the atomic
-        if largest > tl.load(scratch):
-            tl.atomic_max(scratch, largest, sem="relaxed")
-        tl.debug_barrier()
-        # released only: acquiring would empty the L1 of every multiprocessor for every program
-        programs = tl.num_programs(0)
-        mender = tl.atomic_add(scratch + 1, 1, sem="release") - (programs - menders)
+        raise_amax(scratch, bits)
+        mender = arrive(scratch, menders)
         if mender >= 0:
-            while tl.atomic_add(scratch + 1, 0, sem="acquire") < programs:
-                pass
             amax_bits = tl.atomic_max(scratch, 0, sem="acquire")
             amax = amax_bits.to(tl.float32, bitcast=True)
-            if (scale * amax > OUTGROWN_MAX) & (amax <= LARGEST):
+            if is_outgrown(scale, amax, OUTGROWN_MAX):
                 scale = scale_from_amax(amax, 1.0, FP8_MAX, POWER_OF_TWO)
                 for tile in range(mender, tiles_m * tiles_k, menders):
                     _cast_tile(
                         tile // tiles_k, tile % tiles_k, scale, x, rows, columns, M, K, stride_m, stride_k, row_stride, column_stride, zero,
                         FP8_MAX, ROWS, COLUMNS, FP8, BM, BK,
                     )  # fmt: skip
-            # the last mender to have read scratch leaves it as it was found
-            if tl.atomic_add(scratch + 2, 1, sem="acq_rel") == menders - 1:
-                tl.store(scratch, 0)
-                tl.store(scratch + 1, 0)
-                tl.store(scratch + 2, 0)
+            if leave(scratch, menders):
                 if RECORD:
                     tl.atomic_max(record, amax_bits, sem="relaxed")
                 tl.store(scale_inv, tl.div_rn(1.0, scale))
@@ -237,6 +290,25 @@ def triton_partial_amax(x: Tensor) -> Tensor:
 
 
 _FP8 = {torch.float8_e4m3fn: "float8e4nv", torch.float8_e5m2: "float8e5"}
+
+
+class Grid(NamedTuple):
+    """How a matrix [M, K] is cut up: tiles above each other, tiles a program takes, programs, and those of them that wait to mend."""
+
+    tiles_m: int
+    span: int
+    programs: int
+    menders: int
+
+
+def grid_of(m: int, k: int, tile_m: int, tile_k: int, longest: int, device: torch.device) -> Grid:
+    """Several tiles a program, up to `longest`, once there are enough to fill the GPU."""
+    tiles_m, tiles_k = -(-m // tile_m), -(-k // tile_k)
+    processors = multiprocessors(device)
+    span = min(longest, max(1, tiles_m * tiles_k // (8 * processors)))
+    programs = -(-tiles_m // span) * tiles_k
+    # the interpreter runs one program after the other: none may wait for others
+    return Grid(tiles_m, span, programs, min(programs, processors) if device.type == "cuda" else 1)
 
 
 def triton_cast(
@@ -256,22 +328,16 @@ def triton_cast(
     scale_inv = torch.empty(1, dtype=torch.float32, device=x.device)
     rowwise = torch.empty(m, k16, dtype=dtype, device=x.device) if rows else None
     columnwise = torch.empty(k16, m16, dtype=dtype, device=x.device) if transpose else None
-    tiles_m, tiles_k = -(-(m16 if transpose else m) // TILE_M), -(-k16 // TILE_K)
-    processors = multiprocessors(x.device)
-    # several tiles a program once there are enough to fill the GPU
-    span = min(SPAN, max(1, tiles_m * tiles_k // (8 * processors)))
-    programs = -(-tiles_m // span) * tiles_k
+    grid = grid_of(m16 if transpose else m, k16, TILE_M, TILE_K, SPAN, x.device)
     fp8_max = formats.FP8_MAX[dtype]
     launch(
-        cast_kernel, (programs,), x,
+        cast_kernel, (grid.programs,), x,
         rowwise if rows else x, columnwise if transpose else x, scale_inv,
         scale if scale is not None else scale_inv,
         partials.view(torch.int32) if partials is not None else x,
         record.view(torch.int32) if record is not None else x,
         scratch if scratch is not None else x,
-        m, k, x.stride(0), x.stride(1), k16, m16, partials.numel() if partials is not None else 0, tiles_m, span,
-        min(programs, processors) if x.is_cuda else 1,  # the interpreter runs one program after the other: none may wait
-        0.0,
+        m, k, x.stride(0), x.stride(1), k16, m16, partials.numel() if partials is not None else 0, grid.tiles_m, grid.span, grid.menders, 0.0,
         FP8_MAX=fp8_max, OUTGROWN_MAX=fp8_max * OUTGROWN, DELAYED=scale is not None, JUST_IN_TIME=partials is not None,
         RECORD=record is not None, ROWS=rows, COLUMNS=transpose, POWER_OF_TWO=power_of_two, FP8=getattr(tl, _FP8[dtype]),
         BM=TILE_M, BK=TILE_K, PARTIALS=MAX_PARTIALS, num_warps=WARPS, maxnreg=REGISTERS,

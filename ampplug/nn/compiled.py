@@ -14,17 +14,15 @@ from torch import Tensor
 from ampplug import formats
 from ampplug.nn.gemm import scaled_mm
 from ampplug.nn.linear import LinearState, Operand, cast_weight, fp8_linear, quantize
-from ampplug.scaling import find_book
+from ampplug.nn.swiglu import fp8_swiglu, gradients, hidden
+from ampplug.scaling import ScaleBook, find_book
 from ampplug.storage import find_weight
 
 
 @torch.library.custom_op("ampplug::cast", mutates_args=())
 def cast_op(x: Tensor, key: Tensor, gradient: bool, rows: bool, transpose: bool, delayed: bool, record: bool) -> tuple[Tensor, Tensor, Tensor]:
     """`quantize` of x [M, K] for the slot (or, with current scaling, the weight) of `key`. What is not asked for comes back empty."""
-    book, slot = find_book(key)
-    power_of_two = book.power_of_two if book is not None else find_weight(key)[0].power_of_two
-    if book is not None:
-        book.poll()
+    book, slot, power_of_two = _slot(key)
     dtype = formats.E5M2 if gradient else formats.E4M3
     q, qt, scale_inv = quantize(x, book, slot, power_of_two, dtype, rows, transpose, delayed, record)
     return x.new_empty(0, dtype=dtype) if q is None else q, x.new_empty(0, dtype=dtype) if qt is None else qt, scale_inv
@@ -32,12 +30,7 @@ def cast_op(x: Tensor, key: Tensor, gradient: bool, rows: bool, transpose: bool,
 
 @cast_op.register_fake
 def _(x: Tensor, key: Tensor, gradient: bool, rows: bool, transpose: bool, delayed: bool, record: bool) -> tuple[Tensor, Tensor, Tensor]:
-    m, k = x.shape
-    m16, k16 = (m + 15) // 16 * 16, (k + 15) // 16 * 16
-    dtype = formats.E5M2 if gradient else formats.E4M3
-    q = x.new_empty(m, k16, dtype=dtype) if rows else x.new_empty(0, dtype=dtype)
-    qt = x.new_empty(k16, m16, dtype=dtype) if transpose else x.new_empty(0, dtype=dtype)
-    return q, qt, x.new_empty(1, dtype=torch.float32)
+    return _empty(x, formats.E5M2 if gradient else formats.E4M3, rows, transpose)
 
 
 @torch.library.custom_op("ampplug::weight_matmul", mutates_args=())
@@ -66,6 +59,57 @@ def matmul(a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out_d
 @matmul.register_fake
 def _(a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out_dtype: torch.dtype) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
+
+
+def _slot(key: Tensor) -> tuple[ScaleBook | None, int, bool]:
+    """(book, slot, power_of_two) of a key; the key of a weight has no book."""
+    book, slot = find_book(key)
+    if book is None:
+        return None, -1, find_weight(key)[0].power_of_two
+    book.poll()
+    return book, slot, book.power_of_two
+
+
+@torch.library.custom_op("ampplug::swiglu", mutates_args=())
+def swiglu_op(a: Tensor, b: Tensor, key: Tensor, transpose: bool, delayed: bool, record: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """`nn.swiglu.hidden` for the slot of `key`."""
+    book, slot, power_of_two = _slot(key)
+    q, qt, scale_inv = hidden(a.contiguous(), b.contiguous(), book, slot, power_of_two, transpose, delayed, record)
+    assert q is not None
+    return q, a.new_empty(0, dtype=formats.E4M3) if qt is None else qt, scale_inv
+
+
+@swiglu_op.register_fake
+def _(a: Tensor, b: Tensor, key: Tensor, transpose: bool, delayed: bool, record: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty(a, formats.E4M3, True, transpose)
+
+
+@torch.library.custom_op("ampplug::swiglu_backward", mutates_args=())
+def swiglu_backward_op(
+    dh: Tensor, a: Tensor, b: Tensor, gate_key: Tensor, up_key: Tensor, rows: bool, transpose: bool, delayed: bool, record: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`nn.swiglu.gradients` for the slots of two keys."""
+    book, slot, power_of_two = _slot(gate_key)
+    slots = slot, find_book(up_key)[1]
+    found = gradients(dh.contiguous(), a.contiguous(), b.contiguous(), book, slots, power_of_two, rows, transpose, delayed, record)
+    made = [a.new_empty(0, dtype=formats.E5M2) if t is None else t for result in found for t in result]
+    return made[0], made[1], made[2], made[3], made[4], made[5]
+
+
+@swiglu_backward_op.register_fake
+def _(
+    dh: Tensor, a: Tensor, b: Tensor, gate_key: Tensor, up_key: Tensor, rows: bool, transpose: bool, delayed: bool, record: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return *_empty(a, formats.E5M2, rows, transpose), *_empty(a, formats.E5M2, rows, transpose)
+
+
+def _empty(x: Tensor, dtype: torch.dtype, rows: bool, transpose: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """What a cast of x [M, K] returns, as the compiler is told."""
+    m, k = x.shape
+    m16, k16 = (m + 15) // 16 * 16, (k + 15) // 16 * 16
+    q = x.new_empty(m, k16, dtype=dtype) if rows else x.new_empty(0, dtype=dtype)
+    qt = x.new_empty(k16, m16, dtype=dtype) if transpose else x.new_empty(0, dtype=dtype)
+    return q, qt, x.new_empty(1, dtype=torch.float32)
 
 
 def _operand(weight: Tensor, key: Tensor, transposed: bool, training: bool) -> Operand:
@@ -112,6 +156,74 @@ class _TracedLinear(torch.autograd.Function):
         if ctx.bias_dtype is not None:
             db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return dx, dw, db, None, None, None, None, None, None, None, None, None
+
+
+class _TracedSwiGLU(torch.autograd.Function):
+    """x [M, K] -> [M, K16]. keys: of x's slot, of h's, of the output gradients' of gate, up and down, or None each; then of the three weights."""
+
+    @staticmethod
+    def forward(ctx, x, gate, up, down, x_key, h_key, gate_dy, up_dy, down_dy, gate_key, up_key, down_key, need, training, record, out_dtype):  # type: ignore[no-untyped-def]
+        ops = torch.ops.ampplug
+        need_x, need_gate, need_up, need_down = need
+        x8, x8t, x_inv = ops.cast(x, gate_key if x_key is None else x_key, False, True, need_gate or need_up, training, record)
+        a = ops.weight_matmul(x8, x_inv, gate, gate_key, False, False, training, out_dtype)
+        b = ops.weight_matmul(x8, x_inv, up, up_key, False, False, training, out_dtype)
+        h8, h8t, h_inv = ops.swiglu(a, b, down_key if h_key is None else h_key, need_down, training, record)
+        slots = () if x_key is None else (gate_dy, up_dy, down_dy)
+        ctx.save_for_backward(x8t, x_inv, a, b, h8t, h_inv, gate, up, down, gate_key, up_key, down_key, *slots)
+        ctx.need, ctx.training, ctx.record, ctx.x_dtype = need, training, record, x.dtype
+        return ops.weight_matmul(h8, h_inv, down, down_key, False, False, training, out_dtype)
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        ops = torch.ops.ampplug
+        x8t, x_inv, a, b, h8t, h_inv, gate, up, down, gate_key, up_key, down_key, *slots = ctx.saved_tensors
+        gate_dy, up_dy, down_dy = slots or (gate_key, up_key, down_key)
+        need_x, need_gate, need_up, need_down = ctx.need
+        before = need_x or need_gate or need_up
+        rows, columns = gate.shape
+        dx = d_gate = d_up = d_down = None
+        dy8, dy8t, dy_inv = ops.cast(dy, down_dy, True, before, need_down, ctx.training, ctx.record)
+        if need_down:
+            d_down = ops.matmul(dy8t, h8t, dy_inv, h_inv, down.dtype)[:columns, :rows]
+        if before:
+            dh = ops.weight_matmul(dy8, dy_inv, down, down_key, False, True, ctx.training, a.dtype)
+            a8, a8t, a_inv, b8, b8t, b_inv = ops.swiglu_backward(
+                dh, a, b, gate_dy, up_dy, need_x, need_gate or need_up, ctx.training, ctx.record
+            )
+            if need_gate:
+                d_gate = ops.matmul(a8t, x8t, a_inv, x_inv, gate.dtype)[:rows, :columns]
+            if need_up:
+                d_up = ops.matmul(b8t, x8t, b_inv, x_inv, up.dtype)[:rows, :columns]
+            if need_x:
+                first = ops.weight_matmul(a8, a_inv, gate, gate_key, False, True, ctx.training, ctx.x_dtype)
+                dx = (first + ops.weight_matmul(b8, b_inv, up, up_key, False, True, ctx.training, ctx.x_dtype))[:, :columns]
+        return dx, d_gate, d_up, d_down, None, None, None, None, None, None, None, None, None, None, None, None
+
+
+def traced_swiglu(x, gate, up, down):  # type: ignore[no-untyped-def]
+    """`nn.swiglu.fp8_swiglu` as the compiler traces it."""
+    states = gate._ampplug, up._ampplug, down._ampplug
+    if states[0].key.device != x.device:
+        return _untraced_swiglu(x, gate, up, down)
+    kind, grad, training = x.device.type, torch.is_grad_enabled(), gate.training
+    out_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    need = tuple(grad and t.requires_grad for t in (x, gate.weight, up.weight, down.weight))
+    g, u, d = states
+    y = _TracedSwiGLU.apply(
+        x.reshape(-1, x.shape[-1]), gate.weight, up.weight, down.weight, g.x_key, d.x_key, g.dy_key, u.dy_key, d.dy_key, g.key, u.key, d.key,
+        need, training, training and grad, out_dtype,
+    )  # fmt: skip
+    n = down.weight.shape[0]
+    return (y if y.shape[1] == n else y[:, :n]).reshape(*x.shape[:-1], n)
+
+
+@torch.compiler.disable
+def _untraced_swiglu(x, gate, up, down):  # type: ignore[no-untyped-def]
+    y = fp8_swiglu(x, gate, up, down)
+    for layer in (gate, up, down):
+        layer._ampplug.make_keys()
+    return y
 
 
 @torch.compiler.disable  # a graph break, for what is rare

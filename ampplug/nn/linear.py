@@ -7,6 +7,7 @@ here: W8 and its transpose come from the optimizer's step. Saved for backward is
 from __future__ import annotations
 
 import copy
+import weakref
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -94,10 +95,10 @@ class LinearState:
             w.seen = (0, weight.dtype, -1)
         if not weight.is_contiguous():
             return self._cast_now(weight)
+        if not training:
+            return self._cast_now(weight)
         if not w.fresh:
             self.bank.refresh([w], keep_scale=w.master.restored)
-        elif not training:
-            return self._cast_now(weight)
         pair = (w.w8t, w.w8) if self.transposed else (w.w8, w.w8t)
         return Operand(*pair, w.scale_inv)
 
@@ -134,7 +135,22 @@ def _rebuild(
     return LinearState(book, x_slot, dy_slot, bank, w, transposed)
 
 
-class _Call(NamedTuple):
+class _Shared(NamedTuple):
+    """An input in FP8, for the layers beside: query, key and value, or gate and up, are given the same tensor, and it need be cast once only.
+
+    They are found by identity: the tensor object itself, unchanged (its version), in the same forward pass (forgotten with the first backward
+    cast) and on the same stream.
+    """
+
+    x: weakref.ref[Tensor]
+    version: int
+    stream: int
+    x8: Tensor
+    x8t: Tensor | None
+    scale_inv: Tensor
+
+
+class Call(NamedTuple):
     """One forward call's constants."""
 
     state: LinearState
@@ -143,6 +159,7 @@ class _Call(NamedTuple):
     training: bool
     record: bool
     n: int
+    origin: weakref.ref[Tensor]  # of the tensor that the layer was given
 
 
 def quantize(
@@ -164,17 +181,44 @@ def quantize(
     )
 
 
-def _quantize(x: Tensor, call: _Call, slot: int, dtype: torch.dtype, rows: bool, transpose: bool) -> tuple[Any, Any, Tensor]:
+def quantize_for(x: Tensor, call: Call, slot: int, dtype: torch.dtype, rows: bool, transpose: bool) -> tuple[Any, Any, Tensor]:
+    """`quantize` in a slot of the call's layer."""
     state = call.state
     return quantize(x, state.book, slot, state.bank.power_of_two, dtype, rows, transpose, call.training, call.record)
 
 
+def cast_input(matrix: Tensor, call: Call, transpose: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The input in FP8: a sibling's cast of it, if there is one, else its own, which is left for siblings."""
+    state, book = call.state, call.state.book
+    if not call.record:  # evaluation
+        return quantize_for(matrix, call, state.x_slot, formats.E4M3, True, transpose)
+    shared, x = state.bank.shared, call.origin()
+    stream = torch._C._cuda_getCurrentRawStream(matrix.device.index) if matrix.is_cuda else 0
+    known = shared is not None and x is not None and shared.x() is x and (shared.version, shared.stream) == (x._version, stream)
+    if known and (shared.x8t is not None or not transpose):
+        if book is not None:
+            book.follow(state.x_slot)
+        return shared.x8, shared.x8t if transpose else None, shared.scale_inv
+    if book is not None and not book.known[state.x_slot]:
+        book.lead(state.x_slot)
+    x8, x8t, x_inv = quantize_for(matrix, call, state.x_slot, formats.E4M3, True, transpose)
+    if x is not None:
+        bank = state.bank
+
+        def forget(gone: weakref.ref) -> None:
+            if bank.shared is not None and bank.shared.x is gone:
+                bank.shared = None
+
+        bank.shared = _Shared(weakref.ref(x, forget), x._version, stream, x8, x8t, x_inv)
+    return x8, x8t, x_inv
+
+
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
         matrix = x.reshape(-1, x.shape[-1])
         need_weight = ctx.needs_input_grad[1]
-        x8, x8t, x_inv = _quantize(matrix, call, call.state.x_slot, formats.E4M3, True, need_weight)
+        x8, x8t, x_inv = cast_input(matrix, call, need_weight)
         y = scaled_mm(x8, call.operand.forward, x_inv, call.operand.scale_inv, call.out_dtype, fast=True)
         # no view may be returned: in-place operations may follow, which autograd forbids on views made in here
         if y.shape[1] != call.n:
@@ -197,8 +241,9 @@ class _Fp8Linear(torch.autograd.Function):
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
         matrix = dy.reshape(-1, dy.shape[-1])
         dx = dw = db = None
+        call.state.bank.shared = None
         if need_x or need_weight:
-            dy8, dy8t, dy_inv = _quantize(matrix, call, call.state.dy_slot, formats.E5M2, need_x, need_weight)
+            dy8, dy8t, dy_inv = quantize_for(matrix, call, call.state.dy_slot, formats.E5M2, need_x, need_weight)
         if need_x:
             dx = scaled_mm(dy8, call.operand.backward, dy_inv, call.operand.scale_inv, ctx.x_dtype, fast=False)
             k = weight.shape[0] if call.state.transposed else weight.shape[1]
@@ -219,26 +264,35 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: LinearStat
     """x [..., K] -> [..., N]. Output dtype as nn.Linear's: autocast's inside autocast, else x's."""
     if x.is_nested or not x.is_floating_point() or torch._C._are_functorch_transforms_active():
         return _without_kernels(x, weight, bias, state)
-    kind = x.device.type
-    out_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    record, out_dtype = record_and_dtype(x, training)
     k, n = (weight.shape[0], weight.shape[1]) if state.transposed else (weight.shape[1], weight.shape[0])
     if x.shape[-1] != k:
         raise RuntimeError(f"ampplug: the layer {state.weight.name!r} takes inputs [..., {k}], got {list(x.shape)}")
     if x.numel() == 0 or n == 0:  # nothing to multiply, nothing to record; autograd gives zeros of the right shapes
         matrix = weight if state.transposed else weight.t()
-        with torch.autocast(kind, enabled=False):
+        with torch.autocast(x.device.type, enabled=False):
             y = x.to(weight.dtype) @ matrix
         return (y if bias is None else y + bias.to(y.dtype)).to(out_dtype)
     if x.dtype == torch.float64:
         return fp8_linear(x.float(), weight, bias, state, training).to(out_dtype)
+    settle_device(state, x.device)
+    call = Call(state, state.operand(weight, training), out_dtype, training, record, n, weakref.ref(x))
+    return _Fp8Linear.apply(x, weight, bias, call)
+
+
+def record_and_dtype(x: Tensor, training: bool) -> tuple[bool, torch.dtype]:
+    """(whether amaxes are recorded, the output's dtype) of a forward call."""
+    kind = x.device.type
+    return training and torch.is_grad_enabled(), torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def settle_device(state: LinearState, device: torch.device) -> None:
+    """Move the layer's scales to where its input is, and take note of news of them."""
     book = state.book
     if book is not None:
-        if book.device != x.device:
-            book.to(x.device)
+        if book.device != device:
+            book.to(device)
         book.poll()
-    record = training and torch.is_grad_enabled()
-    call = _Call(state, state.operand(weight, training), out_dtype, training, record, n)
-    return _Fp8Linear.apply(x, weight, bias, call)
 
 
 def _without_kernels(x: Tensor, weight: Tensor, bias: Tensor | None, state: LinearState) -> Tensor:

@@ -255,6 +255,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
                 continue
             check_moments(saved, p, f"state_dict: parameter {i}")
             plan.append((record, saved))
+        # a state that shows this optimizer's own tensors (a wrapper that loads what it has just read) restores nothing
+        own_lows = {id(r) for r, saved in plan if _is_same(r.master.low, saved.get("master_low"))}
         for record, saved in plan:
             _load_record(record, saved, self._low_bit.seed)
         for g, saved_group in zip(self.param_groups, saved_groups, strict=True):
@@ -275,7 +277,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
                     w.amax.copy_(own["weights"]["amax"][where[w.name]])
                     w.scale.copy_(own["weights"]["scale"][where[w.name]])
         for record, _ in plan:
-            record.master.restored = from_o2
+            if id(record) not in own_lows:
+                record.master.restored = from_o2
         self._bank.refresh(keep_scale=from_o2)
         self._low_bit.clipped = False
         self._show_state()
@@ -289,6 +292,10 @@ class LowBitOptimizer(torch.optim.Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("ampplug: an optimizer at O2 cannot be pickled (it is bound to the model's FP8 weights); save its state_dict")
+
+
+def _is_same(a: Tensor | None, b: Any) -> bool:
+    return a is not None and isinstance(b, Tensor) and a.data_ptr() == b.data_ptr() and a.numel() > 0
 
 
 def _load_record(record: Record, saved: dict[str, Any], seed: int) -> None:

@@ -300,7 +300,7 @@ def test_package_in_use(monkeypatch):
     monkeypatch.setitem(sys.modules, "lightning", None)
     assert [m.__name__ for m in lightning._used()] == ["ampplug.integrations.pytorch_lightning"]
     monkeypatch.setitem(sys.modules, "pytorch_lightning", None)
-    with pytest.raises(ImportError, match="needs the package lightning or pytorch-lightning"):
+    with pytest.raises(ImportError, match="needs lightning or pytorch-lightning: pip install"):
         lightning._used()
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from ampplug.kernels import adam_step, cast, norm, refresh, scale_update, transpose
+from ampplug.kernels import adam_step, cast, norm, refresh, scale_update, swiglu, transpose
 
 def check(kernel, arguments, constants, warps):
     names = kernel.arg_names
@@ -37,6 +37,13 @@ CAST = ("x:*bf16 rows:*fp8e4nv columns:*fp8e4nv scale_inv:*fp32 slot_scale:*fp32
 for delayed, own in ((True, False), (True, True), (False, True)):
     check(cast.cast_kernel, CAST, dict(stride_k=1, FP8_MAX=448.0, OUTGROWN_MAX=460.0, DELAYED=delayed, JUST_IN_TIME=own, RECORD=delayed, ROWS=True,
           COLUMNS=True, POWER_OF_TWO=False, FP8=tl.float8e4nv, BM=cast.TILE_M, BK=cast.TILE_K, PARTIALS=cast.MAX_PARTIALS), cast.WARPS)
+SWIGLU = ("a:*bf16 b:*bf16 dh:*bf16 rows:*fp8e4nv columns:*fp8e4nv scale_inv:*fp32 slot_scale:*fp32 partials:*i32 record:*i32 scratch:*i32 "
+          "rows_2:*fp8e4nv columns_2:*fp8e4nv scale_inv_2:*fp32 slot_scale_2:*fp32 partials_2:*i32 record_2:*i32 scratch_2:*i32 "
+          "M:i32 K:i32 column_stride:i32 n_partials:i32 tiles_m:i32 span:i32 menders:i32 zero:fp32")
+for backward, own in ((False, False), (True, False), (True, True)):
+    check(swiglu.swiglu_kernel, SWIGLU, dict(BACKWARD=backward, FP8_MAX=448.0, OUTGROWN_MAX=460.0, DELAYED=not own, JUST_IN_TIME=own, RECORD=True, ROWS=True,
+          COLUMNS=True, POWER_OF_TWO=False, FP8=tl.float8e4nv, BM=32, BK=128, PARTIALS=cast.MAX_PARTIALS), swiglu.WARPS)
+    check(swiglu.partial_amaxes_kernel, "a:*bf16 b:*bf16 dh:*bf16 first:*i32 second:*i32 M:i32 K:i32", dict(BACKWARD=backward, BM=32, BK=128), 8)
 check(cast.partial_amax_kernel, "x:*bf16 partials:*i32 M:i32 K:i32 stride_m:i32", dict(stride_k=1, BM=32, BK=128), 4)
 STEP = ("table:*i64 chunks:*i32 hyper:*fp64 steps:*i32 limits:*fp32 amaxes:*fp32 next_amaxes:*i32 scales:*fp32 scale_invs:*fp32 found_inf:*fp32 "
         "loss_scale:*fp32 clip:*fp32 seed:i32 n_chunks:i32")
