@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from ampplug import formats
-from ampplug.nn.linear import Linear, LinearState, conv1d_class
-from ampplug.nn.swiglu import fuse
+from ampplug.nn.linear import Linear, LinearState, conv1d_class, is_converted
+from ampplug.nn.swiglu import fuse, unfuse
 from ampplug.planning import Plan, is_conv1d
 from ampplug.scaling import ScaleBook
 from ampplug.storage import WeightBank
@@ -75,3 +75,12 @@ def convert_layers(model: nn.Module, plan: Plan, device: torch.device) -> tuple[
         if isinstance(module, nn.TransformerEncoder) and any(isinstance(m, Linear) for m in module.modules()):
             module.use_nested_tensor = False  # made for that path alone
     return bank, book
+
+
+def restore_layers(model: nn.Module) -> None:
+    """Inverse of `convert_layers`, in place: FP8 layers become the Linears that they were. Parameters keep their present values and dtypes."""
+    for module in model.modules():
+        unfuse(module)
+        if is_converted(module):
+            module.__class__ = type(module).__bases__[-1]  # FP8 layers derive from (..., the class that they were made of)
+            del module._ampplug

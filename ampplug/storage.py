@@ -112,7 +112,7 @@ class Master:
         p = self.param.detach().contiguous()
         if self.low is None or p.dtype != torch.bfloat16:
             return p.float()
-        return formats.join_master(p, self.low)
+        return formats.join_master(p, self.low.to(p.device))  # a model that was moved since the last step
 
 
 @dataclass(eq=False)

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-OPTIONAL = ("accelerate", "transformers")
+OPTIONAL = ("accelerate", "lightning", "transformers")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

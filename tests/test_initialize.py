@@ -501,3 +501,26 @@ def test_keywords_and_config_make_the_same_run():
         weights.append(ampplug.fp32_state_dict(model)["0.weight"])
         assert model[0]._ampplug.book is None and optimizer._low_bit.seed == 3
     assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
+
+
+def test_layers_turn_back():
+    """restore_layers, the inverse of the conversion. expect: classes, attributes and results of the plain model, which can be initialized again."""
+    from ampplug.convert import restore_layers
+
+    class Feed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.up, self.down = (nn.Linear(*shape, bias=False) for shape in ((32, 64), (32, 64), (64, 32)))
+
+        def forward(self, x):
+            return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+    model = nn.Sequential(nn.Linear(32, 32), Feed())
+    before = [(type(m), set(vars(m))) for m in model.modules()]
+    x = torch.randn(16, 32)
+    y = model(x)
+    for _ in range(2):
+        ampplug.initialize(model, None, "O1")
+        assert not torch.equal(model(x), y) and type(model[1]) is not Feed
+        restore_layers(model)
+        assert torch.equal(model(x), y) and [(type(m), set(vars(m))) for m in model.modules()] == before

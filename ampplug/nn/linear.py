@@ -344,6 +344,11 @@ class Linear(_Converted, nn.Linear):
         return _linear(input, self.weight, self.bias, self._ampplug, self.training)
 
 
+def is_converted(module: nn.Module) -> bool:
+    """True for an FP8 layer."""
+    return isinstance(module, _Converted)
+
+
 def conv1d_class(base: type) -> type:
     """The FP8 version of Hugging Face's `Conv1D` class (weight [K, N])."""
     if base not in _conv1d:

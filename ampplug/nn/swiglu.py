@@ -270,3 +270,10 @@ def fuse(module: nn.Module, names: Names) -> None:
     """Make a block run as one, in place."""
     module._ampplug_swiglu = names  # type: ignore[assignment]
     module.__class__ = swiglu_class(type(module))
+
+
+def unfuse(module: nn.Module) -> None:
+    """Inverse of `fuse`; any other module is left alone."""
+    if isinstance(module, _SwiGLU):
+        module.__class__ = type(module).__mro__[2]
+        del module._ampplug_swiglu
