@@ -165,7 +165,7 @@ class WeightBank:
             sizes += [((rows, cols), formats.E4M3), ((cols, rows), formats.E4M3)]
         self._arena = Arena(sizes, device)
         self._numbers = torch.zeros(4, SPACING * len(named), dtype=torch.float32, device=device)
-        self.shared: Any = None  # the last cast of an input, for siblings of its layer (nn/linear.py)
+        self.shared: Any = None  # the last cast of an input, for siblings of its layer (nn/linear_function.py)
         nothing = torch.empty(0)
         self.weights = [Weight(name, i, Master(p, None), *(nothing,) * 6) for i, (name, p) in enumerate(named)]
         self._bind()

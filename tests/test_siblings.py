@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ampplug
-from ampplug.nn import linear
+from ampplug.nn import linear_function as linear
 
 pytestmark = pytest.mark.filterwarnings("ignore:ampplug")
 

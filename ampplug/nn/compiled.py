@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ampplug import formats
 from ampplug.nn.gemm import scaled_mm
-from ampplug.nn.linear import LinearState, Operand, cast_weight, fp8_linear, quantize
-from ampplug.nn.swiglu import fp8_swiglu, gradients, hidden
+from ampplug.nn.linear_function import LinearState, Operand, cast_weight, fp8_linear, quantize
+from ampplug.nn.swiglu_function import fp8_swiglu, gradients, hidden
 from ampplug.scaling import ScaleBook, find_book
 from ampplug.storage import find_weight
 
@@ -72,7 +72,7 @@ def _slot(key: Tensor) -> tuple[ScaleBook | None, int, bool]:
 
 @torch.library.custom_op("ampplug::swiglu", mutates_args=())
 def swiglu_op(a: Tensor, b: Tensor, key: Tensor, transpose: bool, delayed: bool, record: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """`nn.swiglu.hidden` for the slot of `key`."""
+    """`nn.swiglu_function.hidden` for the slot of `key`."""
     book, slot, power_of_two = _slot(key)
     q, qt, scale_inv = hidden(a.contiguous(), b.contiguous(), book, slot, power_of_two, transpose, delayed, record)
     assert q is not None
@@ -88,7 +88,7 @@ def _(a: Tensor, b: Tensor, key: Tensor, transpose: bool, delayed: bool, record:
 def swiglu_backward_op(
     dh: Tensor, a: Tensor, b: Tensor, gate_key: Tensor, up_key: Tensor, rows: bool, transpose: bool, delayed: bool, record: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`nn.swiglu.gradients` for the slots of two keys."""
+    """`nn.swiglu_function.gradients` for the slots of two keys."""
     book, slot, power_of_two = _slot(gate_key)
     slots = slot, find_book(up_key)[1]
     found = gradients(dh.contiguous(), a.contiguous(), b.contiguous(), book, slots, power_of_two, rows, transpose, delayed, record)
@@ -201,28 +201,27 @@ class _TracedSwiGLU(torch.autograd.Function):
         return dx, d_gate, d_up, d_down, None, None, None, None, None, None, None, None, None, None, None, None
 
 
-def traced_swiglu(x, gate, up, down):  # type: ignore[no-untyped-def]
-    """`nn.swiglu.fp8_swiglu` as the compiler traces it."""
-    states = gate._ampplug, up._ampplug, down._ampplug
-    if states[0].key.device != x.device:
-        return _untraced_swiglu(x, gate, up, down)
-    kind, grad, training = x.device.type, torch.is_grad_enabled(), gate.training
-    out_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    need = tuple(grad and t.requires_grad for t in (x, gate.weight, up.weight, down.weight))
+def traced_swiglu(x, weights, states, training):  # type: ignore[no-untyped-def]
+    """`nn.swiglu_function.fp8_swiglu` as the compiler traces it."""
     g, u, d = states
+    if g.key.device != x.device:
+        return _untraced_swiglu(x, weights, states, training)
+    kind, grad = x.device.type, torch.is_grad_enabled()
+    out_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    need = tuple(grad and t.requires_grad for t in (x, *weights))
     y = _TracedSwiGLU.apply(
-        x.reshape(-1, x.shape[-1]), gate.weight, up.weight, down.weight, g.x_key, d.x_key, g.dy_key, u.dy_key, d.dy_key, g.key, u.key, d.key,
+        x.reshape(-1, x.shape[-1]), *weights, g.x_key, d.x_key, g.dy_key, u.dy_key, d.dy_key, g.key, u.key, d.key,
         need, training, training and grad, out_dtype,
     )  # fmt: skip
-    n = down.weight.shape[0]
+    n = weights[2].shape[0]
     return (y if y.shape[1] == n else y[:, :n]).reshape(*x.shape[:-1], n)
 
 
 @torch.compiler.disable
-def _untraced_swiglu(x, gate, up, down):  # type: ignore[no-untyped-def]
-    y = fp8_swiglu(x, gate, up, down)
-    for layer in (gate, up, down):
-        layer._ampplug.make_keys()
+def _untraced_swiglu(x, weights, states, training):  # type: ignore[no-untyped-def]
+    y = fp8_swiglu(x, weights, states, training)
+    for state in states:
+        state.make_keys()
     return y
 
 
