@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ampplug.checkpoint import add_scales_to_state
 from ampplug.config import Config
 from ampplug.distributed.replicas import Replicas
 from ampplug.entry import initialize
@@ -20,7 +21,9 @@ from ampplug.storage import WeightBank
 
 
 class Attachment:
-    """The FP8 side of one engine."""
+    """The FP8 side of one engine at O1: the optimizer is the user's own."""
+
+    whole = False  # the engine's optimizer is ampplug's, and steps the model's own parameters
 
     def __init__(self, engine: Any, config: Config):
         self.config = config
@@ -30,20 +33,36 @@ class Attachment:
         self.bank: WeightBank | None = None  # None where no layer converts
         self.book: ScaleBook | None = None
 
-    def convert(self, module: nn.Module) -> None:
-        """Turn the model's Linears into FP8 layers, in place. ValueError, TypeError or RuntimeError as from `ampplug.initialize`."""
+    def convert(self, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Turn the model's Linears into FP8 layers, in place. ValueError, TypeError or RuntimeError as from `ampplug.initialize`.
+
+        optimizer: the one that the engine is going to wrap, at O2.
+        """
         initialize(module, None, config=replace(self.config, opt_level="O1"), process_group=self.group)
+        self.find_layers(module)
+
+    def find_layers(self, module: nn.Module) -> None:
+        """Take note of the bank and the book that the converted layers share."""
         for layer in module.modules():
             state = getattr(layer, "_ampplug", None)
             if state is not None:
                 self.bank, self.book = state.bank, state.book
                 return
 
+    def settle(self, engine: Any) -> None:
+        """The engine has wrapped its optimizer, and moved the weights into flat buffers with it."""
+        self.refresh()
+        if self.config.opt_level == "O1" and isinstance(engine.basic_optimizer, torch.optim.Optimizer):
+            add_scales_to_state(engine.basic_optimizer, None)  # that is, only refuse the 8-bit moments of an O2 run
+
     @torch.no_grad()
     def refresh(self) -> None:
-        """Make W8 and W8T of every weight as it is now: the engine has moved or loaded them."""
+        """Make W8 and W8T of every weight as it is now."""
         if self.bank is not None:
             self.bank.refresh()
+
+    def before_step(self, engine: Any) -> None:
+        """The engine is about to clip and to step."""
 
     @torch.no_grad()
     def after_step(self, *, skipped: bool) -> None:
@@ -63,8 +82,11 @@ class Attachment:
         """{"version", "opt_level", "book"}: level and scales; the same on all ranks."""
         return {"version": 1, "opt_level": self.config.opt_level, "book": None if self.book is None else self.book.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """state: of a checkpoint, or None if it was written without ampplug. Called when weights and optimizer have been loaded."""
+    def load_state_dict(self, state: dict[str, Any] | None, *, optimizer_states: bool) -> None:
+        """Called when weights have been loaded, and the optimizer's states if `optimizer_states`.
+
+        state: of a checkpoint, or None if it was written without ampplug.
+        """
         if state is not None and state["book"] is not None and self.book is not None:
             self.book.load_state_dict(state["book"])
         self.refresh()

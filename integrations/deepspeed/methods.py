@@ -6,6 +6,7 @@ Replaced on the class and not in a subclass: `deepspeed.initialize` finds them h
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,8 @@ from deepspeed.utils.logging import print_dist
 from ampplug.entry import initialize
 from ampplug.integrations.deepspeed.attachment import Attachment
 from ampplug.integrations.deepspeed.checks import check_engine, check_parallelism, check_version
+from ampplug.integrations.deepspeed.low_bit import Sharded, Whole
+from ampplug.integrations.deepspeed.optimizers import adam_configuration, adam_of
 from ampplug.integrations.deepspeed.settings import KEY, read_settings
 
 Method = Callable[..., Any]
@@ -55,11 +58,15 @@ def _configure_optimizer(original: Method) -> Method:
             initialize(self.module, None, config=settings)
             print_dist("ampplug: opt_level 'O0' changes nothing; logger 'ampplug' has the plan", ranks=[0])
             return original(self, client_optimizer, model_parameters)
-        attachment = Attachment(self, settings)
+        kind: type[Attachment] = Attachment
+        if settings.opt_level == "O2":
+            client_optimizer = adam_of(self, client_optimizer, model_parameters)
+            kind = Sharded if self.zero_optimization() else Whole
+        attachment = kind(self, settings)
+        attachment.convert(self.module, client_optimizer)
         self._ampplug_attachment = attachment
-        attachment.convert(self.module)
         original(self, client_optimizer, model_parameters)
-        attachment.refresh()
+        attachment.settle(self)
         print_dist(attachment.announcement(self), ranks=[0])
 
     return _configure_optimizer
@@ -70,11 +77,48 @@ def _take_model_step(original: Method) -> Method:
 
     def _take_model_step(self: DeepSpeedEngine, lr_kwargs: Any) -> None:
         attachment = attachment_of(self)
+        if attachment is not None:
+            attachment.before_step(self)
         original(self, lr_kwargs)
         if attachment is not None:
             attachment.after_step(skipped=bool(getattr(self.optimizer, "overflow", False)))
 
     return _take_model_step
+
+
+def _get_optimizer_configuration(original: Method) -> Method:
+    """At O2 an "Adam" or "AdamW" of the configuration is torch's from the start."""
+
+    def get_optimizer_configuration(self: DeepSpeedEngine, optimizer_parameters: dict, adam_w_mode: bool, *args: Any, **kwargs: Any) -> Any:
+        settings = self.__dict__.get("_ampplug_settings")
+        if settings is None or settings.opt_level != "O2" or optimizer_parameters.get("torch_adam"):
+            return original(self, optimizer_parameters, adam_w_mode, *args, **kwargs)
+        optimizer_parameters.pop("torch_adam", None)
+        return adam_configuration(optimizer_parameters, adam_w_mode)
+
+    return get_optimizer_configuration
+
+
+def _do_optimizer_sanity_check(original: Method) -> Method:
+    """Which wrapper the optimizer gets: none where ampplug's own steps the model's parameters."""
+
+    def _do_optimizer_sanity_check(self: DeepSpeedEngine, basic_optimizer: Any) -> Any:
+        wrapper = original(self, basic_optimizer)
+        attachment = attachment_of(self)
+        return None if attachment is not None and attachment.whole else wrapper
+
+    return _do_optimizer_sanity_check
+
+
+def _clip_fp32_gradients(original: Method) -> Method:
+    """ampplug's optimizer clips within its step."""
+
+    def clip_fp32_gradients(self: DeepSpeedEngine) -> None:
+        attachment = attachment_of(self)
+        if attachment is None or not attachment.whole:
+            original(self)
+
+    return clip_fp32_gradients
 
 
 def _common_checkpoint_state(original: Method) -> Method:
@@ -93,11 +137,16 @@ def _common_checkpoint_state(original: Method) -> Method:
 def _load_checkpoint(original: Method) -> Method:
     """Scales come back with a checkpoint, and the FP8 weights are made of what was loaded."""
 
+    signature = inspect.signature(original)
+
     def load_checkpoint(self: DeepSpeedEngine, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         path, client_state = original(self, *args, **kwargs)
         attachment = attachment_of(self)
         if attachment is not None and path is not None:
-            attachment.load_state_dict(client_state.pop(KEY, None))
+            given = signature.bind(self, *args, **kwargs)
+            given.apply_defaults()
+            states = given.arguments["load_optimizer_states"] and not given.arguments["load_module_only"]
+            attachment.load_state_dict(client_state.pop(KEY, None), optimizer_states=bool(states))
         return path, client_state
 
     return load_checkpoint
@@ -107,9 +156,15 @@ def _load_checkpoint(original: Method) -> Method:
 _REPLACED: dict[str, tuple[Callable[[Method], Method], tuple[str, ...]]] = {
     "_configure_with_arguments": (_configure_with_arguments, ("args", "mpu")),
     "_configure_optimizer": (_configure_optimizer, ("client_optimizer", "model_parameters")),
+    "get_optimizer_configuration": (_get_optimizer_configuration, ("optimizer_parameters", "adam_w_mode")),
+    "_do_optimizer_sanity_check": (_do_optimizer_sanity_check, ("basic_optimizer",)),
+    "clip_fp32_gradients": (_clip_fp32_gradients, ()),
     "_take_model_step": (_take_model_step, ("lr_kwargs",)),
     "_common_checkpoint_state": (_common_checkpoint_state, ("module_state_dict", "zero_optimizer_state", "save_frozen_param")),
-    "load_checkpoint": (_load_checkpoint, ("load_dir", "tag")),
+    "load_checkpoint": (
+        _load_checkpoint,
+        ("load_dir", "tag", "load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only"),
+    ),
 }
 
 

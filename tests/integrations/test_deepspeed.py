@@ -17,7 +17,7 @@ from torch import nn
 
 pytest.importorskip("deepspeed")
 
-STAGES, LEVELS, DTYPES, ACCUMULATION = (0, 1, 2), ("O1",), (torch.float32, torch.bfloat16), (1, 2)
+STAGES, LEVELS, DTYPES, ACCUMULATION = (0, 1, 2), ("O1", "O2"), (torch.float32, torch.bfloat16), (1, 2)
 STEPS, BATCH, CLIP = 5, 16, 0.3
 
 
