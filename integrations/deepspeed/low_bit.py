@@ -102,7 +102,10 @@ def take_engine_states(optimizer: LowBitOptimizer) -> None:
 
 @torch.no_grad()
 def _fill_masters(optimizer: LowBitOptimizer, values: list[Tensor]) -> None:
-    """Set every trained parameter and its remainder to an fp32 value. ValueError if there are more or fewer values."""
+    """Set every trained parameter and its remainder to an fp32 value. ValueError if there are more or fewer values.
+
+    The next forward pass notices that the parameters have changed, and makes W8 anew.
+    """
     records = list(optimizer._low_bit.records.values())
     if [r.param.shape for r in records] != [v.shape for v in values]:
         raise ValueError("ampplug: the checkpoint's fp32 weights are not those of the parameters that this optimizer trains")
@@ -116,4 +119,3 @@ def _fill_masters(optimizer: LowBitOptimizer, values: list[Tensor]) -> None:
             record.master.low.copy_(low)
         record.master.restored = False
         record.master.mark_seen()
-    optimizer._bank.refresh()

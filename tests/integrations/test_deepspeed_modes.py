@@ -10,6 +10,8 @@ pytest.importorskip("deepspeed")
 
 from engines import ADAM, agree, batch, check_w8, configuration, everything, loss_of, make_model, spawn, train
 
+import ampplug
+
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
@@ -97,6 +99,8 @@ def check_usual_adam(rank: int, world: int, folder: str) -> None:
             parameters = sum(p.numel() for g in engine.basic_optimizer.param_groups for p in g["params"])
             state = [v for s in engine.basic_optimizer.state.values() for k, v in s.items() if isinstance(v, torch.Tensor) and k != "master_low"]
             assert sum(v.numel() * v.element_size() for v in state) < 2.05 * parameters
+            # the same place of two partitions is rounded independently, and that of two copies alike
+            assert agree(torch.tensor([engine.basic_optimizer._low_bit.seed])) == (stage == 0)
 
 
 def check_any_optimizer(rank: int, world: int, folder: str) -> None:
@@ -142,14 +146,12 @@ def check_activation_checkpointing(rank: int, world: int, folder: str) -> None:
 
 
 def check_skipped_step(rank: int, world: int, folder: str) -> None:
-    """NaN on the last rank: no rank steps, nothing changes, the scales neither."""
+    """A loss that is not finite on the last rank, of inputs that are: no rank steps, nothing changes, the scales neither."""
     for stage, level in ((0, "O1"), (0, "O2"), (1, "O1"), (1, "O2"), (2, "O1"), (2, "O2")):
         engine = build(make_model(), configuration(stage, level, BF16, 1, bf16={"enabled": True, "check_grad_overflow": True}))
         train(engine, range(2), rank, BF16, 1)
         before = everything(engine, own=True)
-        x = batch(2, rank, 0).to(BF16)
-        x[0, 0] = float("nan") if rank == world - 1 else x[0, 0]
-        engine.backward(loss_of(engine, x))
+        engine.backward(loss_of(engine, 50 * batch(2, rank, 0).to(BF16)) * (float("nan") if rank == world - 1 else 1.0))
         engine.step()
         assert torch.equal(everything(engine, own=True), before), (stage, level)
         train(engine, range(3, 5), rank, BF16, 1)
@@ -170,6 +172,7 @@ def check_with_and_without(rank: int, world: int, folder: str) -> None:
             train(plain, range(3), rank, dtype, 1)
             plain.save_checkpoint(where, tag="t")
             values = [p.detach().float().clone() for p in plain.module.parameters()]
+            masters = [p.detach().clone() for g in getattr(plain.optimizer, "fp32_groups", [values]) for p in g]  # of the wrapper of bf16
             train(plain, range(3, 5), rank, dtype, 1)
             wanted = [p.detach().float() for p in plain.module.parameters()]
             for level in ("O1", "O2"):
@@ -177,6 +180,10 @@ def check_with_and_without(rank: int, world: int, folder: str) -> None:
                 engine.load_checkpoint(where, tag="t")
                 loaded = [p.detach().float() for p in engine.module.parameters()]
                 assert all((p - q.bfloat16().float()).abs().max() <= 2**-8 * q.abs().max() for p, q in zip(loaded, values))
+                if stage == 0 and level == "O2":
+                    exact = ampplug.fp32_state_dict(engine.module)
+                    assert all(torch.equal(exact[name], q) for (name, _), q in zip(engine.module.named_parameters(), masters))
+                engine.module(batch(0, 0, 0).to(dtype))
                 check_w8(engine)
                 train(engine, range(3, 5), rank, dtype, 1)
                 for p, q, start in zip(engine.module.parameters(), wanted, values):
@@ -209,6 +216,8 @@ def check_weights_alone(rank: int, world: int, folder: str) -> None:
             assert all(torch.equal(p, q) for p, q in zip(other.module.parameters(), engine.module.parameters()))
             other.module(batch(0, 0, 0).to(dtype))  # where nothing was pushed, the forward pass notices
             check_w8(other)
+            if "bf16" in more:
+                assert all(not s["master_low"].any() for s in other.basic_optimizer.state.values())
             assert torch.equal(other.module[0]._ampplug.book.scale, engine.module[0]._ampplug.book.scale)
             train(other, range(3, 5), rank, dtype, 1)
             check_w8(other)
