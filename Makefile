@@ -18,6 +18,8 @@ help:
 $(READY): pyproject.toml constraints-cpu.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) -e ".[dev]"
+	# DeepSpeed's set-up needs the torch that is installed; its own kernels are built when used, if ever
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation $(CONSTRAINTS) -e ".[deepspeed]"
 	touch $@
 
 demo: $(READY)

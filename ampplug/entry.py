@@ -222,7 +222,7 @@ def _convert(model: nn.Module, optimizers: list[Any], plan: Plan, device: torch.
     remainders = split_parameters(model, extra, plan)
     bank, book = convert_layers(model, plan, device)
     for o, state in zip(optimizers, saved, strict=True):
-        _become_low_bit(o, bank, book, replicas, remainders, device, config)
+        become_low_bit(o, bank, book, replicas, remainders, device, config)
         if state is not None:  # trained before: its fp32 moments go on
             o.load_state_dict(state)
     bank.refresh()
@@ -231,7 +231,7 @@ def _convert(model: nn.Module, optimizers: list[Any], plan: Plan, device: torch.
             fill_remainders_on_load(module)
 
 
-def _become_low_bit(
+def become_low_bit(
     o: Any, bank: WeightBank, book: ScaleBook | None, replicas: Replicas, remainders: dict[int, Tensor], device: torch.device, config: Config
 ) -> None:
     """Change the optimizer's class in place."""
