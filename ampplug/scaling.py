@@ -56,7 +56,7 @@ class ScaleBook:
         self.amax_views = list(self.amax.split(1))
         self.scale_views = list(self.scale.split(1))
         self.scratch_views = list(self.scratch.unbind(0))
-        _books[self.scale.untyped_storage().data_ptr()] = weakref.ref(self)
+        _books[self.scale.untyped_storage().data_ptr()] = self
 
     def __deepcopy__(self, memo: dict) -> ScaleBook:
         other = object.__new__(ScaleBook)
@@ -190,13 +190,12 @@ class ScaleBook:
         return missing
 
 
-_books: dict[int, weakref.ref[ScaleBook]] = {}
+_books: weakref.WeakValueDictionary[int, ScaleBook] = weakref.WeakValueDictionary()
 
 
 def find_book(key: Tensor) -> tuple[ScaleBook | None, int]:
     """The book one of whose `scale_views` is `key`, and its slot; (None, -1) where there is none."""
-    reference = _books.get(key.untyped_storage().data_ptr())
-    book = None if reference is None else reference()
+    book = _books.get(key.untyped_storage().data_ptr())
     if book is None or book.scale.untyped_storage().data_ptr() != key.untyped_storage().data_ptr():
         return None, -1
     return book, int(key.storage_offset())

@@ -176,7 +176,7 @@ class WeightBank:
         for w, (w8, w8t) in zip(self.weights, zip(self._arena.views[::2], self._arena.views[1::2], strict=True), strict=True):
             w.w8, w.w8t = w8, w8t
             w.amax, w.next_amax, w.scale, w.scale_inv = (row[w.index * SPACING : w.index * SPACING + 1] for row in self._numbers)
-        _banks[self._numbers.untyped_storage().data_ptr()] = weakref.ref(self)
+        _banks[self._numbers.untyped_storage().data_ptr()] = self
         self._tables: dict[tuple, tuple[Tensor, Tensor]] = {}
         self._transpose_table = upload([[w.w8.data_ptr(), w.w8t.data_ptr(), *w.w8.shape] for w in self.weights], self.device, TRANSPOSE_WIDTH)
         self._transpose_tiles = transpose_tiles([(w.w8.shape[0], w.w8.shape[1]) for w in self.weights], self.device)
@@ -238,14 +238,13 @@ class WeightBank:
         return self._tables[key]
 
 
-_banks: dict[int, weakref.ref[WeightBank]] = {}
+_banks: weakref.WeakValueDictionary[int, WeightBank] = weakref.WeakValueDictionary()
 
 
 def find_weight(key: Tensor) -> tuple[WeightBank, Weight]:
     """The bank and the weight in it whose `scale_inv` is `key`."""
-    reference = _banks.get(key.untyped_storage().data_ptr())
-    bank = None if reference is None else reference()
-    if bank is None:
+    bank = _banks.get(key.untyped_storage().data_ptr())
+    if bank is None or bank._numbers.untyped_storage().data_ptr() != key.untyped_storage().data_ptr():
         raise RuntimeError("ampplug: a compiled layer does not find its FP8 weight; its memory was moved or copied by something else than the module")
     return bank, bank.weights[(int(key.storage_offset()) % bank._numbers.shape[1]) // SPACING]
 

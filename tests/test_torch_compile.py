@@ -128,6 +128,29 @@ def test_checkpointing_inside_records_once():
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
+def test_models_come_and_go():
+    """The tables by which operators find scales and weights forget a model with it, and never mix two up."""
+    import gc
+
+    from ampplug import scaling, storage
+
+    gc.collect()
+    before = len(scaling._books), len(storage._banks)
+    x = torch.randn(5, 40)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        pair = [make(layers=1)[0] for _ in range(2)]
+        with torch.no_grad():
+            for p in pair[1].parameters():
+                p.mul_(2.0)
+        for model in pair:
+            assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(x), model(x))
+        del pair, model, p
+        torch._dynamo.reset()
+        gc.collect()
+    assert (len(scaling._books), len(storage._banks)) == before
+
+
 def test_what_operators_do_not_take_breaks_the_graph_and_works():
     model, _ = make(layers=1)
     forward = torch.compile(model, backend="aot_eager")
