@@ -67,7 +67,7 @@ def initialize(
         warnings.warn(f"ampplug: no layer of the model computes in FP8: {'; '.join(reasons)}", stacklevel=2)
     device = next((p.device for p in _all_parameters(model, optimizers)), torch.device("cpu"))
     if not on_gpu(device) and plan.converted:
-        _warn_emulation(device)
+        warn_emulation(device)
     with torch.no_grad():
         _convert(model, optimizers, plan, device, Replicas(process_group))
     logger.info("level %s, recipe %s: %d of %d layers in FP8", resolved.opt_level, resolved.recipe, len(plan.converted), len(plan.layers))
@@ -195,7 +195,7 @@ def _check_wrapper(model: nn.Module, plan: Plan) -> None:
 _warned: set[str] = set()
 
 
-def _warn_emulation(device: torch.device) -> None:
+def warn_emulation(device: torch.device) -> None:
     if device.type not in _warned:
         _warned.add(device.type)
         warnings.warn(

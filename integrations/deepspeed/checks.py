@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ampplug.config import Config
+
 TESTED = ("0.19.8",)
 
 
@@ -30,7 +32,7 @@ def check_version(version: str, engine_class: type, methods: Mapping[str, Sequen
         warnings.warn(f"ampplug: DeepSpeed {version} was not tested. {advice}", stacklevel=3)
 
 
-def check_engine(engine: Any) -> None:
+def check_engine(engine: Any, config: Config) -> None:
     """ValueError, naming the mode, unless an engine of this configuration trains as it should. Reads the configuration alone."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -38,7 +40,7 @@ def check_engine(engine: Any) -> None:
         raise ValueError(f"ampplug does not train under {type(engine).__name__}; it takes DeepSpeed's plain engine (no pipeline, no hybrid engine)")
     stage = int(engine.zero_optimization_stage())
     for refused, what in (
-        (stage > 2, f"ZeRO stage {stage} (zero_optimization.stage); stages 0, 1 and 2 work"),
+        (stage > 2 and config.opt_level == "O2", f"ZeRO stage {stage} at opt_level O2 (zero_optimization.stage); O1 does, and O2 at stages 0, 1 and 2"),
         (engine.fp16_enabled(), 'FP16 ("fp16"); BF16 ("bf16") and FP32 work'),
         (engine.torch_autocast_enabled(), 'torch autocast ("torch_autocast"); use "bf16"'),
         (_offloads(engine.zero_offload_optimizer()), "offloaded optimizer states (zero_optimization.offload_optimizer)"),
@@ -50,6 +52,8 @@ def check_engine(engine: Any) -> None:
         (engine.load_universal_checkpoint(), "universal checkpoints (checkpoint.load_universal)"),
         (engine.zero_elastic_checkpoint(), "elastic checkpoints (zero_optimization.elastic_checkpoint)"),
         (engine.zero_quantized_gradients(), "quantized gradients (zero_optimization.zero_quantized_gradients)"),
+        (engine.zero_quantized_weights(), "quantized weights (zero_optimization.zero_quantized_weights)"),
+        (engine.zero_hpz_partition_size() > 1, "hierarchical partitions (zero_optimization.zero_hpz_partition_size)"),
     ):
         if refused:
             raise ValueError(f"ampplug does not train with {what}; change that, or set ampplug.enabled to false")

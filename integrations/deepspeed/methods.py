@@ -13,11 +13,11 @@ from typing import Any
 
 import deepspeed
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.utils.logging import print_dist
 
 from ampplug.entry import initialize
 from ampplug.integrations.deepspeed.attachment import Attachment
 from ampplug.integrations.deepspeed.checks import check_engine, check_parallelism, check_version
+from ampplug.integrations.deepspeed.gathered import Gathered
 from ampplug.integrations.deepspeed.low_bit import Sharded, Whole
 from ampplug.integrations.deepspeed.optimizers import adam_configuration, adam_of
 from ampplug.integrations.deepspeed.settings import KEY, read_settings
@@ -31,13 +31,19 @@ def attachment_of(engine: DeepSpeedEngine) -> Attachment | None:
     return engine.__dict__.get("_ampplug_attachment")
 
 
+def _say(engine: DeepSpeedEngine, line: str) -> None:
+    """Print a line on rank 0. DeepSpeed's own log shows warnings only, and a block that nothing reads is silent: its absence must be noticed."""
+    if engine.global_rank == 0:
+        print(line, flush=True)
+
+
 def _configure_with_arguments(original: Method) -> Method:
     """The first method of the constructor that has the configuration: everything is refused here, while nothing is changed."""
 
     def _configure_with_arguments(self: DeepSpeedEngine, args: Any, mpu: Any) -> None:
         settings = read_settings(self._config._param_dict)
         if settings is not None:
-            check_engine(self)
+            check_engine(self, settings)
             if self.client_optimizer is None and not self._config.optimizer_name:
                 warnings.warn("ampplug: the engine has no optimizer, so its model is left as it is", stacklevel=2)
         self._ampplug_settings = settings
@@ -56,18 +62,20 @@ def _configure_optimizer(original: Method) -> Method:
         check_parallelism(self)
         if settings.opt_level == "O0":
             initialize(self.module, None, config=settings)
-            print_dist("ampplug: opt_level 'O0' changes nothing; logger 'ampplug' has the plan", ranks=[0])
+            _say(self, "ampplug: opt_level 'O0' changes nothing; logger 'ampplug' has the plan")
             return original(self, client_optimizer, model_parameters)
         kind: type[Attachment] = Attachment
         if settings.opt_level == "O2":
             client_optimizer = adam_of(self, client_optimizer, model_parameters)
             kind = Sharded if self.zero_optimization() else Whole
+        elif self.zero_optimization_partition_weights():
+            kind = Gathered
         attachment = kind(self, settings)
         attachment.convert(self.module, client_optimizer)
         self._ampplug_attachment = attachment
         original(self, client_optimizer, model_parameters)
         attachment.settle(self)
-        print_dist(attachment.announcement(self), ranks=[0])
+        _say(self, attachment.announcement(self))
 
     return _configure_optimizer
 

@@ -43,6 +43,8 @@ def from_fused_adam(fused: torch.optim.Optimizer) -> torch.optim.Optimizer:
     kind = torch.optim.AdamW if fused.adam_w_mode else torch.optim.Adam  # type: ignore[attr-defined]
     optimizer = kind(groups)
     fused.param_groups = optimizer.param_groups
+    # a scheduler warns when the optimizer that it knows has not stepped
+    optimizer.register_step_post_hook(lambda *_: setattr(fused, "_opt_called", True))
     return optimizer
 
 

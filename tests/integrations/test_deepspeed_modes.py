@@ -256,7 +256,8 @@ def check_refused(rank: int, world: int, folder: str) -> None:
     import deepspeed
 
     for more, message in (
-        ({"zero_optimization": {"stage": 3}}, "ZeRO stage 3"),
+        ({"zero_optimization": {"stage": 3}, "ampplug": {"enabled": True, "opt_level": "O2"}}, "ZeRO stage 3 at opt_level O2"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "offload_param"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "offload_optimizer"),
         ({"zero_optimization": {"stage": 2, "elastic_checkpoint": True}}, "elastic"),
         ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch autocast"),
@@ -287,7 +288,7 @@ def check_log_line(rank: int, world: int, folder: str) -> None:
     with contextlib.redirect_stdout(io.StringIO()) as said:
         build(make_model(), configuration(2, "O2", BF16, 1))
     lines = [line for line in said.getvalue().splitlines() if "ampplug" in line]
-    wanted = "[Rank 0] ampplug is active: opt_level O2, ZeRO stage 2, 3 weights with 8,192 of 8,480 parameters in FP8, recipe delayed"
+    wanted = "ampplug is active: opt_level O2, ZeRO stage 2, 3 weights with 8,192 of 8,480 parameters in FP8, recipe delayed"
     assert lines == [wanted] * (rank == 0)
 
 
