@@ -68,7 +68,7 @@ class Model(nn.Module):
 
 def make(block: type[nn.Module] = Plain, level: str = "O2", **settings):
     model = Model(block)
-    return ampplug.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), level, select="all", **settings)
+    return ampplug.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), level, select="all", **{"fuse": True, **settings})
 
 
 def train(model, optimizer, forward=None, steps: int = 4, first: int = 0, autocast: bool = False) -> list[torch.Tensor]:
@@ -88,27 +88,27 @@ def train(model, optimizer, forward=None, steps: int = 4, first: int = 0, autoca
 def test_blocks_are_found_by_what_they_compute():
     for block, names in ((Plain, ("two", "one", "last")), (Swapped, ("one", "two", "last"))):
         model = Model(block)
-        assert ampplug.plan(model, select="all").blocks == {f"blocks.{i}": names for i in range(2)}
+        assert ampplug.plan(model, select="all", fuse=True).blocks == {f"blocks.{i}": names for i in range(2)}
         assert all(b.training and not hasattr(b, "_ampplug_swiglu") for b in model.blocks)  # only tried out
     for block in (Gelu, TwoInputs):
-        assert not ampplug.plan(Model(block), select="all").blocks
-    assert not ampplug.plan(Model(), select=["*.one", "*.two"]).blocks  # all three must convert
-    assert not ampplug.plan(Model(), select="all", fuse=False).blocks
+        assert not ampplug.plan(Model(block), select="all", fuse=True).blocks
+    assert not ampplug.plan(Model(), select=["*.one", "*.two"], fuse=True).blocks  # all three must convert
+    assert not ampplug.plan(Model(), select="all").blocks  # on request only
     with torch.device("meta"):
-        assert not ampplug.plan(Model(), select="all").blocks
-    text = str(ampplug.plan(Model(), select="all"))
+        assert not ampplug.plan(Model(), select="all", fuse=True).blocks
+    text = str(ampplug.plan(Model(), select="all", fuse=True))
     assert text.count("one with SwiGLU") == 6
 
 
 def test_what_acts_in_training_only_is_not_taken_for_it():
     """Dropout between the layers would be left out: it must be noticed though evaluation has none."""
-    assert not ampplug.plan(Model(WithDropout), select="all").blocks
+    assert not ampplug.plan(Model(WithDropout), select="all", fuse=True).blocks
 
 
 def test_huggingface_llama():
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
-    blocks = ampplug.plan(transformers.LlamaForCausalLM(config), select="all").blocks
+    blocks = ampplug.plan(transformers.LlamaForCausalLM(config), select="all", fuse=True).blocks
     assert blocks == {f"model.layers.{i}.mlp": ("gate_proj", "up_proj", "down_proj") for i in range(2)}
 
 

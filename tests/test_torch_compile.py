@@ -128,6 +128,23 @@ def test_checkpointing_inside_records_once():
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_updates_between_forward_and_backward(level: str):
+    """Weights that are refreshed, and scales that are updated, between graphs compiled apart are no fault to autograd."""
+    model, optimizer = make(level, layers=3)
+    for block in model:
+        block.compile(fullgraph=True, backend="aot_eager")
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()})  # all stale: each block refreshes its own
+    x = torch.randn(5, 40, requires_grad=True)
+    model(x).sum().backward()
+    first = model[0](x)
+    model[2](x.detach()).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        first.sum().backward()  # its own weight was stepped: that is a fault
+    model(x).sum().backward()
+
+
 def test_models_come_and_go():
     """The tables by which operators find scales and weights forget a model with it, and never mix two up."""
     import gc

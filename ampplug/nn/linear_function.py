@@ -46,11 +46,12 @@ class LinearState:
     def make_keys(self) -> None:
         """Tensors by which the operators of compiled models find weight and slots (None without a book); again after a move to another device.
 
-        Plain attributes: what the compiler would compute here, it would make a constant of the graph, one for each layer.
+        Plain attributes: what the compiler would compute here, it would make a constant of the graph, one for each layer. And `.data`, which has a
+        version of its own: updates of the arrays between forward and backward are no fault to autograd.
         """
-        self.key = self.weight.scale_inv
-        self.x_key = None if self.book is None else self.book.scale_views[self.x_slot]
-        self.dy_key = None if self.book is None else self.book.scale_views[self.dy_slot]
+        self.key = self.weight.scale_inv.data
+        self.x_key = None if self.book is None else self.book.scale_views[self.x_slot].data
+        self.dy_key = None if self.book is None else self.book.scale_views[self.dy_slot].data
 
     def __deepcopy__(self, memo: dict) -> LinearState:
         """A copy computes the same and is independent of the original: its own bank with this weight alone, its own scales."""
