@@ -11,6 +11,13 @@ from ampplug.config import Config
 
 TESTED = ("0.19.8",)
 
+# methods of the engine that `check_engine` asks
+ASKED = (
+    "zero_optimization_stage", "fp16_enabled", "torch_autocast_enabled", "zero_offload_optimizer", "zero_offload_param", "zenflow_config", "autotp_size",
+    "is_deepcompile_enabled", "load_universal_checkpoint", "zero_elastic_checkpoint", "zero_quantized_gradients", "zero_quantized_weights",
+    "zero_hpz_partition_size", "zero_optimization_partition_weights",
+)  # fmt: skip
+
 
 def check_version(version: str, engine_class: type, methods: Mapping[str, Sequence[str]]) -> None:
     """Compare DeepSpeed with what was tested.

@@ -16,7 +16,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ampplug.entry import initialize
 from ampplug.integrations.deepspeed.attachment import Attachment
-from ampplug.integrations.deepspeed.checks import check_engine, check_parallelism, check_version
+from ampplug.integrations.deepspeed.checks import ASKED, check_engine, check_parallelism, check_version
 from ampplug.integrations.deepspeed.gathered import Gathered
 from ampplug.integrations.deepspeed.low_bit import Sharded, Whole
 from ampplug.integrations.deepspeed.optimizers import adam_configuration, adam_of
@@ -180,7 +180,8 @@ def install() -> None:
     """Replace the methods, once a process. RuntimeError where DeepSpeed is not as expected; see `checks.check_version`."""
     if "_ampplug_installed" in DeepSpeedEngine.__dict__:
         return
-    check_version(deepspeed.__version__, DeepSpeedEngine, {name: parameters for name, (_, parameters) in _REPLACED.items()})
+    needed = {**dict.fromkeys(ASKED, ()), **{name: parameters for name, (_, parameters) in _REPLACED.items()}}
+    check_version(deepspeed.__version__, DeepSpeedEngine, needed)
     for name, (replacement, _) in _REPLACED.items():
         original = getattr(DeepSpeedEngine, name)
         setattr(DeepSpeedEngine, name, functools.wraps(original)(replacement(original)))

@@ -53,12 +53,9 @@ def check_zero_options(rank: int, world: int, folder: str) -> None:
     for stage, level, dtype, more in (
         (1, "O1", BF16, {"data_types": {"grad_accum_dtype": "fp32"}}),  # another wrapper: BF16_Optimizer
         (1, "O2", BF16, {"data_types": {"grad_accum_dtype": "fp32"}}),
-        (2, "O2", BF16, {"data_types": {"grad_accum_dtype": "fp32"}}),
-        (1, "O2", BF16, {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}),
         (2, "O2", BF16, {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}),
-        (2, "O1", FP32, {"zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 5000, "round_robin_gradients": True}}),
         (2, "O2", FP32, {"zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 5000, "round_robin_gradients": True}}),
-        (1, "O2", FP32, {"zero_optimization": {"stage": 1, "contiguous_gradients": False, "reduce_scatter": False}}),
+        (1, "O2", FP32, {"zero_optimization": {"stage": 1, "contiguous_gradients": False, "reduce_scatter": False, "parameter_alignment": True}}),
     ):
         plain = make_model()
         engine = build(make_model(), configuration(stage, level, dtype, 1, **more))
