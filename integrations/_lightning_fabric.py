@@ -79,7 +79,7 @@ class FabricPart(Base):
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None) -> tuple[Any, Any, Any]:
         """Convert in place, then wrap. Optimizers and scheduler stay the objects that they are."""
-        ampplug.initialize(module, optimizers, config=self.config)
+        ampplug.initialize(module, optimizers, **vars(self.config))
         return self.setup_module(module), optimizers, scheduler
 
     def clip_gradients_norm(

@@ -64,7 +64,7 @@ def converted(module: nn.Module) -> bool:
 def convert(module: nn.Module, optimizers: list[torch.optim.Optimizer], config: Config) -> None:
     """`ampplug.initialize`, with a note of what the module was, for `restore`."""
     dtypes = {name: p.dtype for name, p in module.named_parameters()}
-    ampplug.initialize(module, optimizers or None, config=config)
+    ampplug.initialize(module, optimizers or None, **vars(config))
     if config.opt_level != "O0":
         _fitted[module] = _Fitted(dtypes, optimizers)
 
