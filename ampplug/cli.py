@@ -38,9 +38,10 @@ def _plan(arguments: argparse.Namespace) -> int:
         select = select[0]
     elif not isinstance(select, str) and (words := [s for s in select if s in ("auto", "all")]):
         raise UsageError(f"--select {words[0]} stands alone; it does not mix with other values")
+    device = arguments.device or ("cpu" if arguments.preset == "small" else "cuda")
     model = _preset(arguments.preset) if arguments.preset else _load(arguments.model)
     try:
-        plan = ampplug.plan(model, opt_level=arguments.opt_level, recipe=arguments.recipe, select=select)
+        plan = ampplug.plan(model, opt_level=arguments.opt_level, recipe=arguments.recipe, select=select, device=device)
     except (ValueError, TypeError, RuntimeError) as error:
         raise UsageError(f"the model cannot be planned: {_first_line(error)}") from error
     print(plan)
@@ -133,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--opt-level", default="O2", choices=LEVELS, help="default O2")
     p.add_argument("--recipe", default="delayed", choices=RECIPES, help="default delayed")
     p.add_argument("--select", action="append", help="layers that go FP8: auto (default), all, or a name pattern; repeat it for more patterns")
+    p.add_argument("--device", choices=("cuda", "cpu"), help="where it will train; on a GPU, small layers are left out (default cuda; of preset small, cpu)")
     p.set_defaults(run=_plan)
     p = commands.add_parser("audit", help="run a training step a few times and say where its time and memory go")
     p.add_argument("step", nargs="?", help="module:callable that returns (step, model, optimizer, *batch); called without arguments")

@@ -26,14 +26,21 @@ logger = logging.getLogger("ampplug")
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
+class _Default(str):
+    """A default value that can be told from the same value given by the caller."""
+
+
+_LEVEL, _BACKEND, _RECIPE, _SELECT = _Default("O2"), _Default("auto"), _Default("delayed"), _Default("auto")
+
+
 def initialize(
     model: nn.Module,
     optimizer: Any = None,
-    opt_level: str = "O2",
+    opt_level: str = _LEVEL,
     *,
-    backend: str = "auto",
-    recipe: str = "delayed",
-    select: str | Sequence[str] | Callable[[str, Any], bool] = "auto",
+    backend: str = _BACKEND,
+    recipe: str = _RECIPE,
+    select: str | Sequence[str] | Callable[[str, Any], bool] = _SELECT,
     use_te: bool | None = None,
     process_group: Any = None,
     config: Config | dict[str, Any] | None = None,
@@ -48,7 +55,7 @@ def initialize(
         backend, recipe, select: see `Config`.
         use_te: MS-AMP's spelling of the Transformer Engine backend, which this version does not have; None or False.
         process_group: the data-parallel group whose ranks share scales. None: the default group, if there is one at the first step; False: none.
-        config: a `Config` or a dict of its fields, instead of keyword arguments.
+        config: a `Config` or a dict of its fields, in place of keyword arguments or beside them; a setting given in both must be the same.
         settings: further fields of `Config`: history, margin, power_of_two, fuse, seed.
 
     Raises:
@@ -57,6 +64,7 @@ def initialize(
     resolved = _resolve(opt_level, backend, recipe, select, use_te, config, settings)
     optimizers = _as_list(optimizer)
     _check(model, optimizers, resolved)
+    _check_device(model, optimizers)
     plan = _plan(model, optimizers, resolved)
     _check_wrapper(model, plan)
     if resolved.opt_level == "O0":
@@ -71,18 +79,38 @@ def initialize(
     with torch.no_grad():
         _convert(model, optimizers, plan, device, Replicas(process_group))
     logger.info("level %s, recipe %s: %d of %d layers in FP8", resolved.opt_level, resolved.recipe, len(plan.converted), len(plan.layers))
+    idle = [p.name for p in plan.parameters if p.trainable and not p.stepped] if resolved.opt_level == "O2" else []
+    if idle:
+        logger.warning("%d trainable parameters (%r, ...) are in no optimizer given here: nothing of ampplug will step them", len(idle), idle[0])
     return model, optimizer
 
 
-def plan(model: nn.Module, optimizer: Any = None, opt_level: str = "O2", *, config: Config | dict[str, Any] | None = None, **settings: Any) -> Plan:
+def plan(
+    model: nn.Module,
+    optimizer: Any = None,
+    opt_level: str = _LEVEL,
+    *,
+    device: torch.device | str | None = None,
+    config: Config | dict[str, Any] | None = None,
+    **settings: Any,
+) -> Plan:
     """What `initialize` with the same arguments would do, as a printable `Plan`. Nothing is changed; meta-device models are welcome.
 
-    Without an optimizer, O2 is planned as if every parameter were optimized.
+    Without an optimizer, O2 is planned as if every parameter were optimized. device: where the model will train; by default where it is (a CPU, if
+    it is on the meta device). It matters to select="auto", which leaves layers out that are too small to gain on a GPU.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: where `initialize` would refuse.
     """
-    defaults: dict[str, Any] = {"backend": "auto", "recipe": "delayed", "select": "auto", "use_te": None}
+    defaults: dict[str, Any] = {"backend": _BACKEND, "recipe": _RECIPE, "select": _SELECT, "use_te": None}
     given = {**defaults, **settings}
     backend, recipe, select, use_te = (given.pop(k) for k in ("backend", "recipe", "select", "use_te"))
-    return _plan(model, _as_list(optimizer), _resolve(opt_level, backend, recipe, select, use_te, config, given))
+    resolved = _resolve(opt_level, backend, recipe, select, use_te, config, given)
+    optimizers = _as_list(optimizer)
+    _check(model, optimizers, resolved, planning=True)
+    found = _plan(model, optimizers, resolved, None if device is None else torch.device(device))
+    _check_wrapper(model, found)
+    return found
 
 
 # ---------------------------------------------------------------- before anything is changed
@@ -95,13 +123,16 @@ def _resolve(
     if use_te or backend == "te" or (isinstance(config, dict) and config.get("backend") == "te"):
         raise ValueError("backend='te' (use_te=True): this version has no Transformer Engine backend; legal values of backend are 'auto', 'native'")
     arguments = {"opt_level": opt_level, "backend": backend, "recipe": recipe, "select": select, **settings}
+    given = {k: v for k, v in arguments.items() if not isinstance(v, _Default)}
     if config is None:
-        return Config.from_dict(arguments)
-    defaults = {"opt_level": "O2", "backend": "auto", "recipe": "delayed", "select": "auto"}
-    both = [k for k, v in arguments.items() if k not in defaults or v != defaults[k]]
-    if both:
-        raise ValueError(f"config and {', '.join(both)} are both given; give each setting once")
-    return config if isinstance(config, Config) else Config.from_dict(config)
+        return Config.from_dict(given)
+    if not isinstance(config, Config):
+        Config.from_dict(config)
+    there = vars(config) if isinstance(config, Config) else dict(config)
+    for key, value in given.items():
+        if key in there and there[key] != value:
+            raise ValueError(f"{key}={value!r} is given, and config has {key}={there[key]!r}; give each setting once")
+    return Config.from_dict({**there, **given})
 
 
 def _as_list(optimizer: Any) -> list[Any]:
@@ -120,16 +151,16 @@ def _all_parameters(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
     return list(seen.values())
 
 
-def _plan(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config: Config) -> Plan:
+def _plan(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config: Config, device: torch.device | None = None) -> Plan:
     if config.opt_level != "O2":
-        return make_plan(model, None, config)
+        return make_plan(model, None, config, device)
     if not optimizers:
-        return make_plan(model, list(model.parameters()), config)
-    return make_plan(model, [p for o in optimizers for g in o.param_groups for p in g["params"]], config)
+        return make_plan(model, list(model.parameters()), config, device)
+    return make_plan(model, [p for o in optimizers for g in o.param_groups for p in g["params"]], config, device)
 
 
-def _check(model: Any, optimizers: list[Any], config: Config) -> None:
-    """Every refusal, before anything is changed."""
+def _check(model: Any, optimizers: list[Any], config: Config, planning: bool = False) -> None:
+    """Every refusal, before anything is changed; for a plan, without those that only concern parameters' memory."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
     for o in optimizers:
@@ -152,15 +183,23 @@ def _check(model: Any, optimizers: list[Any], config: Config) -> None:
             raise ValueError(f"parameter {name!r} is a DTensor (FSDP2 or tensor parallel); this version takes plain parameters, with DDP")
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise ValueError(f"parameter {name!r} is not initialized (a lazy module); run a forward pass first")
-        if p.is_meta:
+        if p.is_meta and not planning:
             raise ValueError(f"parameter {name!r} is on the meta device; materialize the model first (ampplug.plan takes it as it is)")
-    devices = sorted({str(p.device) for p in parameters})
-    if len(devices) > 1:
-        raise ValueError(f"model and optimizer hold parameters on {', '.join(devices)}; ampplug takes one device a process")
+    held = {id(p) for o in optimizers for g in o.param_groups for p in g["params"]}
+    trainable = sum(p.requires_grad for p in model.parameters())
+    if held and trainable and held.isdisjoint(names):
+        raise ValueError(
+            f"optimizer holds {len(held)} parameters, none of them the model's ({trainable} to be trained): it was made for another model, or before the "
+            "model's parameters were replaced. Make it of model.parameters()"
+        )
     if config.opt_level != "O2":
         return
-    if not optimizers:
+    if not optimizers and not planning:
         raise ValueError("optimizer is None; opt_level='O2' keeps masters and moments in the optimizer: pass a torch.optim.Adam or AdamW, or use 'O1'")
+    if not optimizers:
+        for p in model.parameters():
+            if p.requires_grad:
+                check_parameter(p, names[id(p)])
     listed: set[int] = set()
     for o in optimizers:
         if type(o) not in LOW_BIT:
@@ -180,6 +219,12 @@ def _check(model: Any, optimizers: list[Any], config: Config) -> None:
                 check_moments(o.state.get(p) or {}, p, f"optimizer: the state of {names.get(id(p), '(not in the model)')!r}")
 
 
+def _check_device(model: nn.Module, optimizers: list[Any]) -> None:
+    devices = sorted({str(p.device) for p in _all_parameters(model, optimizers)})
+    if len(devices) > 1:
+        raise ValueError(f"model and optimizer hold parameters on {', '.join(devices)}; ampplug takes one device a process")
+
+
 def _check_wrapper(model: nn.Module, plan: Plan) -> None:
     """DDP's buckets are made for the parameters' dtypes: what changes dtype must do so before."""
     changed = [p.name for p in plan.parameters if p.after != p.before]
@@ -196,6 +241,7 @@ _warned: set[str] = set()
 
 
 def warn_emulation(device: torch.device) -> None:
+    """Say once for each type of device that it has no FP8 units."""
     if device.type not in _warned:
         _warned.add(device.type)
         warnings.warn(

@@ -45,6 +45,7 @@ class ParameterPlan:
     why: str
     fp8: bool  # has W8 and W8T
     stepped: bool  # by ampplug's optimizer
+    trainable: bool
 
     @property
     def numel(self) -> int:
@@ -76,10 +77,11 @@ class Plan:
     layers: tuple[LayerPlan, ...]
     parameters: tuple[ParameterPlan, ...]
     blocks: Mapping[str, Names] = field(default_factory=dict)  # modules that compute SwiGLU, and run as one
+    device: str = "cpu"  # the type it was made for
 
     @property
     def converted(self) -> tuple[str, ...]:
-        """Names of the layers that compute in FP8."""
+        """Names of the layers that compute in FP8 (at O0: that would at another level)."""
         return tuple(layer.name for layer in self.layers if layer.converts)
 
     def bytes_per_parameter(self) -> dict[str, float]:
@@ -94,9 +96,12 @@ class Plan:
         return kinds
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("layer", "kind", "weight", "becomes", "why")]
+        dry = self.config.opt_level == "O0"
+        rows: list[tuple[str, ...]] = [("layer", "kind", "weight", "would become" if dry else "becomes", "why")]
         rows += [(x.name or "(root)", x.kind, "x".join(map(str, x.shape)), "FP8" if x.converts else "as it is", x.why) for x in self.layers]
-        text = [f"ampplug plan: level {self.config.opt_level}, recipe {self.config.recipe}, {len(self.converted)} of {len(self.layers)} layers in FP8"]
+        count = f"{len(self.converted)} of {len(self.layers)} layers {'would be ' if dry else ''}in FP8"
+        level = f"level {self.config.opt_level}{' (nothing is changed)' if dry else ''}"
+        text = [f"ampplug plan: {level}, recipe {self.config.recipe}, for {self.device.upper()}: {count}"]
         text += _table(rows)
         rows = [("parameter", "shape", "dtype", "becomes", "why", "bytes/element")]
         for p in self.parameters:
@@ -133,8 +138,8 @@ def _users(model: nn.Module) -> dict[int, list[tuple[str, nn.Module]]]:
     return users
 
 
-def _decide(name: str, module: nn.Module, config: Config, users: dict[int, list[tuple[str, nn.Module]]]) -> tuple[bool, str]:
-    """Whether this layer converts, and why."""
+def _decide(name: str, module: nn.Module, config: Config, users: dict[int, list[tuple[str, nn.Module]]], gpu: bool) -> tuple[bool, str]:
+    """Whether this layer converts, and why. gpu: for a GPU with FP8 units."""
     if type(module) is not nn.Linear and not is_conv1d(module):
         return False, f"a subclass of Linear ({type(module).__module__}.{type(module).__name__}) may not use its own forward"
     weight = module.weight
@@ -156,21 +161,25 @@ def _decide(name: str, module: nn.Module, config: Config, users: dict[int, list[
         return False, "an output head: its logits want the precision (select='all' converts it)"
     if any(isinstance(user, nn.Embedding) for _, user in users.get(id(weight), ())):
         return False, "its weight is tied to an embedding (select='all' converts it)"
-    if on_gpu(weight.device) and (min(weight.shape) < SMALLEST_DIMENSION or weight.numel() < SMALLEST_WEIGHT):
+    if gpu and (min(weight.shape) < SMALLEST_DIMENSION or weight.numel() < SMALLEST_WEIGHT):
         return False, f"too small to gain: below {SMALLEST_DIMENSION} in a dimension or {SMALLEST_WEIGHT} elements (select='all' converts it)"
-    return True, "large enough for FP8 to pay" if on_gpu(weight.device) else "eligible"
+    return True, "large enough for FP8 to pay" if gpu else "eligible"
 
 
-def make_plan(model: nn.Module, optimizer_parameters: Iterable[Tensor] | None, config: Config) -> Plan:
-    """Decide everything. optimizer_parameters: those that ampplug's optimizer will step (O2), else None. Nothing is changed."""
+def make_plan(model: nn.Module, optimizer_parameters: Iterable[Tensor] | None, config: Config, device: torch.device | None = None) -> Plan:
+    """Decide everything. optimizer_parameters: those that ampplug's optimizer will step (O2), else None. Nothing is changed.
+
+    device: where the model will train; None: where its parameters are.
+    """
     users = _users(model)
+    where = next((p.device for p in model.parameters()), torch.device("cpu")) if device is None else device
+    elsewhere = device is not None and device.type == "cuda" and not torch.cuda.is_available()
+    gpu = elsewhere or on_gpu(where)
     layers, fp8_layers = [], set()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) or is_conv1d(module):
-            converts, why = _decide(name, module, config, users)
-            if config.opt_level == "O0" and converts:
-                why += "; O0 only says so"
-            if converts:
+            converts, why = _decide(name, module, config, users, gpu)
+            if converts and config.opt_level != "O0":
                 fp8_layers.add(id(module))
             layers.append(LayerPlan(name, type(module).__name__, tuple(module.weight.shape), converts, why))
     blocks = find_blocks(model, fp8_layers) if config.fuse else {}
@@ -197,5 +206,5 @@ def make_plan(model: nn.Module, optimizer_parameters: Iterable[Tensor] | None, c
                 becomes, why = "fp32 master", "its own master" + (f"; also read by {others[0]}" if fp8 else "")
         elif config.opt_level == "O2" and not is_stepped:
             why = "not in the optimizer" if p.requires_grad else "frozen or not in the optimizer"
-        parameters.append(ParameterPlan(name, tuple(p.shape), p.dtype, after, becomes, why, fp8, is_stepped))
-    return Plan(config, tuple(layers), tuple(parameters), blocks)
+        parameters.append(ParameterPlan(name, tuple(p.shape), p.dtype, after, becomes, why, fp8, is_stepped, p.requires_grad))
+    return Plan(config, tuple(layers), tuple(parameters), blocks, "cpu" if where.type == "meta" else where.type)

@@ -51,12 +51,15 @@ def converted(text: str) -> list[str]:
     return [row[0] for row in rows if row[3] == "FP8"]
 
 
-@pytest.mark.parametrize("preset,count", [("small", 18), ("124m", 72), ("1b", 96)])
-def test_plan_of_presets(preset, count, capsys):
-    """1b takes no memory: it is built on the meta device. expect: all but the head in FP8."""
-    assert cli.main(["plan", "--preset", preset]) == 0
+@pytest.mark.parametrize(
+    "preset,device,count,of", [("small", None, 18, 19), ("small", "cuda", 0, 19), ("124m", "cpu", 72, 73), ("124m", None, 24, 73), ("1b", None, 96, 97)]
+)
+def test_plan_of_presets(preset, device, count, of, capsys):
+    """1b takes no memory: it is built on the meta device. expect: all but the head in FP8, and on a GPU but those too small to gain."""
+    assert cli.main(["plan", "--preset", preset, *(["--device", device] if device else [])]) == 0
     out = capsys.readouterr().out
-    assert f"{count} of {count + 1} layers in FP8" in out and "lm_head" not in converted(out)
+    where = "CPU" if device == "cpu" or (preset, device) == ("small", None) else "CUDA"
+    assert f"for {where}: {count} of {of} layers in FP8" in out and "lm_head" not in converted(out)
     assert "bytes per parameter: 10.01" in out
 
 
@@ -85,7 +88,7 @@ def test_plan_of_a_model_that_reads_values(models, capsys):
 )
 def test_plan_select(select, expected, models, capsys):
     """Before and after the model: an option must not swallow it."""
-    for arguments in (["plan", *select, f"{models}:build"], ["plan", f"{models}:build", *select]):
+    for arguments in (["plan", *select, "--device=cpu", f"{models}:build"], ["plan", f"{models}:build", *select, "--device=cpu"]):
         assert cli.main(arguments) == 0
         assert converted(capsys.readouterr().out) == expected
 

@@ -87,7 +87,10 @@ REFUSED = [
     (lambda: (m := net(8, 8), torch.optim.SGD(m.parameters())), {}, ValueError, "SGD.*AdamW.*O1"),
     (lambda: (m := net(8, 8), adamw(m)), {"use_te": True}, ValueError, "Transformer Engine.*'native'"),
     (lambda: (m := net(8, 8), adamw(m)), {"histroy": 3}, ValueError, "histroy.*history"),
-    (lambda: (m := net(8, 8), adamw(m)), {"config": {"recipe": "delayed"}, "recipe": "current"}, ValueError, "recipe.*both"),
+    (lambda: (m := net(8, 8), adamw(m)), {"config": {"recipe": "delayed"}, "recipe": "current"}, ValueError, "recipe.*config has.*once"),
+    (lambda: (m := net(8, 8), adamw(m)), {"config": ampplug.Config(opt_level="O1"), "opt_level": "O2"}, ValueError, "opt_level='O2'.*'O1'"),
+    (lambda: (net(8, 8), adamw(net(8, 8))), {}, ValueError, "none of them the model's"),
+    (lambda: (net(8, 8), adamw(net(8, 8))), {"opt_level": "O1"}, ValueError, "none of them the model's"),
     (lambda: (net(8, 8), "adam"), {}, TypeError, "optimizer is a str"),
     (lambda: ("model", None), {}, TypeError, "model is a str"),
 ]
@@ -119,8 +122,7 @@ def test_twice_is_refused():
 
 def test_nothing_converted_says_why():
     with pytest.warns(UserWarning, match="no layer of the model computes in FP8: .*head"):
-        ampplug.initialize(nn.ModuleDict({"lm_head": nn.Linear(8, 8)}), m_optimizer := torch.optim.AdamW([nn.Parameter(torch.zeros(2))]))
-    assert m_optimizer is not None
+        ampplug.initialize(model := nn.ModuleDict({"lm_head": nn.Linear(8, 8)}), adamw(model))
 
 
 def test_dry_run_changes_nothing():
@@ -491,7 +493,10 @@ def test_use_te_false_is_native():
 
 def test_keywords_and_config_make_the_same_run():
     weights = []
-    for settings in ({"recipe": "current", "seed": 3}, {"config": {"recipe": "current", "seed": 3}}, {"config": ampplug.Config(recipe="current", seed=3)}):
+    config = ampplug.Config(recipe="current", seed=3)
+    ways = ({"recipe": "current", "seed": 3}, {"config": vars(config)}, {"config": config}, {"config": config, "opt_level": "O2"},
+            {"config": {"recipe": "current"}, "seed": 3})  # fmt: skip
+    for settings in ways:
         torch.manual_seed(0)
         model = net(32, 32)
         model, optimizer = ampplug.initialize(model, adamw(model), **settings)
@@ -500,7 +505,7 @@ def test_keywords_and_config_make_the_same_run():
             optimizer.step()
         weights.append(ampplug.fp32_state_dict(model)["0.weight"])
         assert model[0]._ampplug.book is None and optimizer._low_bit.seed == 3
-    assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
+    assert all(torch.equal(weights[0], w) for w in weights[1:])
 
 
 def test_layers_turn_back():
@@ -524,3 +529,9 @@ def test_layers_turn_back():
         assert not torch.equal(model(x), y) and type(model[1]) is not Feed
         restore_layers(model)
         assert torch.equal(model(x), y) and [(type(m), set(vars(m))) for m in model.modules()] == before
+
+
+def test_trainable_parameters_without_an_optimizer_are_told(caplog):
+    model = net(8, 8, 8)
+    ampplug.initialize(model, adamw(model[0]))
+    assert "2 trainable parameters ('1.weight', ...) are in no optimizer" in caplog.text

@@ -154,6 +154,41 @@ def test_rules_of_a_gpu(monkeypatch):
     assert len(ampplug.plan(model, select="all").converted) == 3
 
 
+def test_planned_here_for_a_gpu_elsewhere():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(4096, 4096))
+    for device, converted in (("cuda", ("1",)), ("cpu", ("0", "1")), (None, ("0", "1"))):
+        plan = ampplug.plan(model, device=device)
+        assert plan.converted == converted and f"for {(device or 'cpu').upper()}:" in str(plan)
+
+
+def test_a_dry_run_says_would():
+    model = Toy()
+    text = str(ampplug.plan(model, opt_level="O0"))
+    assert "level O0 (nothing is changed)" in text and "layers would be in FP8" in text and "would become" in text
+    assert "FP8 copies" not in text and "master" not in text
+
+
+@pytest.mark.parametrize(
+    "model,optimizer,message",
+    [
+        (nn.Linear(8, 8).half(), None, "float16"),
+        (nn.Linear(8, 8).double(), None, "float64"),
+        (nn.Linear(8, 8), lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad"),
+        (nn.Linear(8, 8), lambda p: torch.optim.SGD(p, lr=0.1), "SGD"),
+        (nn.Linear(8, 8), lambda p: torch.optim.AdamW([nn.Parameter(torch.zeros(2))]), "none of them the model's"),
+    ],
+)
+def test_no_plan_for_what_initialize_refuses(model, optimizer, message):
+    made = None if optimizer is None else optimizer(model.parameters())
+    with pytest.raises(ValueError, match=message):
+        ampplug.plan(model, made)
+    if made is not None:
+        with pytest.raises(ValueError, match=message):
+            ampplug.initialize(model, made)
+    assert type(model) is nn.Linear
+
+
 @pytest.mark.parametrize("name", HEAD_NAMES)
 def test_heads_are_left_by_default(name):
     model = nn.ModuleDict({name: nn.Linear(8, 8), "x": nn.Linear(8, 8)})
@@ -199,7 +234,7 @@ def test_it_is_immutable_and_prints_a_table():
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.parameters[0].after = torch.float16
     lines = str(plan).splitlines()
-    assert lines[0] == f"ampplug plan: level O2, recipe current, 3 of {len(plan.layers)} layers in FP8"
+    assert lines[0] == f"ampplug plan: level O2, recipe current, for CPU: 3 of {len(plan.layers)} layers in FP8"
     rows = {line.split()[0]: line for line in lines if line.strip()}
     assert "48x32" in rows["body.0"] and "FP8" in rows["body.0"] and "as it is" in rows["lm_head"]
     assert "fp32 -> bf16" in rows["body.0.weight"] and "10.01" in rows["body.0.weight"] and "2x32x32" in rows["experts"]
