@@ -5,6 +5,7 @@ Bytes per parameter are those of training state: parameter, remainder or master,
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -161,8 +162,22 @@ def _decide(name: str, module: nn.Module, config: Config, users: dict[int, list[
     return True, "large enough for FP8 to pay" if on_gpu(weight.device) else "eligible"
 
 
+def _check_patterns(select: object, names: list[str]) -> None:
+    """ValueError for a pattern that matches no layer: left alone, a typo would train unconverted."""
+    if not names or callable(select) or isinstance(select, str):
+        return
+    for pattern in select:  # type: ignore[attr-defined]
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            near = difflib.get_close_matches(pattern, names, 3, 0.3) or names[:3]
+            raise ValueError(f"select: pattern {pattern!r} matches none of the model's {len(names)} layers, such as {', '.join(map(repr, near))}")
+
+
 def make_plan(model: nn.Module, optimizer_parameters: Iterable[Tensor] | None, config: Config) -> Plan:
-    """Decide everything. optimizer_parameters: those that ampplug's optimizer will step (O2), else None. Nothing is changed."""
+    """Decide everything. optimizer_parameters: those that ampplug's optimizer will step (O2), else None. Nothing is changed.
+
+    Raises:
+        ValueError: a pattern of `config.select` matches no layer.
+    """
     users = _users(model)
     layers, fp8_layers = [], set()
     for name, module in model.named_modules():
@@ -173,6 +188,7 @@ def make_plan(model: nn.Module, optimizer_parameters: Iterable[Tensor] | None, c
             if converts:
                 fp8_layers.add(id(module))
             layers.append(LayerPlan(name, type(module).__name__, tuple(module.weight.shape), converts, why))
+    _check_patterns(config.select, [layer.name for layer in layers])
     blocks = find_blocks(model, fp8_layers) if config.fuse else {}
     fused = {f"{block}.{child}" if block else child for block, names in blocks.items() for child in names}
     layers = [replace(layer, why=f"{layer.why}; one with SwiGLU") if layer.name in fused else layer for layer in layers]
