@@ -286,7 +286,13 @@ def test_names_and_registration(package):
     assert type(make_trainer(pl, 1).strategy) is own.AmpPlugStrategy
     strategy = own.AmpPlugStrategy("O1", recipe="current", select="all", history=4, find_unused_parameters=True)
     assert (strategy.config.recipe, strategy.config.history) == ("current", 4)
-    assert pickle.loads(pickle.dumps(strategy)).config == strategy.config
+    again = pickle.loads(pickle.dumps(strategy))
+    assert type(again) is own.AmpPlugStrategy and again.config == strategy.config
+    for kind in (own.AmpPlugPrecision, own.AmpPlugStrategy, own.AmpPlugFabricStrategy):
+        assert pickle.loads(pickle.dumps(kind)) is kind and kind.__module__ == own.__name__ and kind.__name__ in kind.__doc__
+    fabric = importlib.import_module("lightning.fabric" if pl.__name__ == "lightning.pytorch" else "lightning_fabric")
+    assert issubclass(own.AmpPlugPrecision, pl.plugins.precision.Precision) and issubclass(own.AmpPlugStrategy, pl.strategies.DDPStrategy)
+    assert issubclass(own.AmpPlugFabricStrategy, fabric.strategies.DDPStrategy)
     from ampplug.integrations import lightning
 
     assert issubclass(lightning.AmpPlugStrategy, load()[0].strategies.DDPStrategy)
