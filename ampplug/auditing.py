@@ -114,9 +114,12 @@ def audit(step: Callable[..., Any], *batch: Any, model: nn.Module, optimizer: An
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
     for name, value, least in (("steps", steps, 1), ("warm_up", warm_up, 0)):
-        if not isinstance(value, int) or value < least:
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}")
     optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    for o in optimizers:
+        if not isinstance(o, torch.optim.Optimizer):
+            raise TypeError(f"optimizer is a {type(o).__name__}; it must be a torch.optim.Optimizer, a list of them, or None")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     gpu = device.type == "cuda"
     for _ in range(warm_up):
@@ -137,7 +140,7 @@ def audit(step: Callable[..., Any], *batch: Any, model: nn.Module, optimizer: An
     own = sum((launches - before).values()) / steps
     peak = torch.cuda.max_memory_allocated(device) if gpu else None
     gpu_ms, counts, per_layer = _profile(step, batch, steps, device) if gpu else (None, None, None)
-    converted = [m for m in model.modules() if getattr(m, "_ampplug", None) is not None]
+    converted = [m for m in model.modules() if "_ampplug" in vars(m)]  # a layer's own: a compiled one's wrapper shows it, too
     weights: list[Any] = [m.weight for m in converted]
     return Audit(
         device=torch.cuda.get_device_name(device) if gpu else str(device),

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ampplug import formats
 from ampplug.nn.linear import Linear, LinearState, conv1d_class, is_converted
 from ampplug.nn.swiglu import fuse, unfuse
-from ampplug.planning import Plan, is_conv1d
+from ampplug.planning import Plan, is_conv1d, plain_modules
 from ampplug.scaling import ScaleBook
 from ampplug.storage import WeightBank
 
@@ -36,7 +36,7 @@ def split_parameters(model: nn.Module, extra: list[Tensor], plan: Plan) -> dict[
 def convert_layers(model: nn.Module, plan: Plan, device: torch.device) -> tuple[WeightBank, ScaleBook | None]:
     """Turn the plan's layers into FP8 layers. W8 is made by the caller, once masters are in place."""
     config = plan.config
-    modules = dict(model.named_modules())
+    modules = plain_modules(model)
     chosen = [(name, modules[name]) for name in plan.converted]
     weights: dict[int, tuple[str, Tensor]] = {}
     for name, module in chosen:

@@ -46,9 +46,13 @@ def capture(step: Callable[..., Any], model: nn.Module, optimizer: Any) -> Captu
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    if not optimizers:
+        raise ValueError("optimizer is an empty list; it must hold the optimizers that the step steps")
     for o in optimizers:
         if not isinstance(o, torch.optim.Optimizer):
             raise TypeError(f"optimizer is a {type(o).__name__}; it must be a torch.optim.Optimizer or a list of them")
+    if next(model.parameters(), None) is None:
+        raise ValueError(f"model ({type(model).__name__}) has no parameters; it must be the module that the step trains")
     return CapturedStep(step, model, optimizers)
 
 

@@ -5,9 +5,11 @@ Bytes per parameter are those of training state: parameter, remainder or master,
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -128,10 +130,29 @@ def is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
+def plain_modules(model: nn.Module) -> dict[str, Any]:
+    """`model.named_modules()` by the names that they have without wrappers: DDP's "module." and torch.compile's "_orig_mod." are left out.
+
+    Scales are saved by these names, so that a checkpoint fits the model wrapped or not.
+    """
+    names: dict[str, str] = {}
+    modules: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        above, _, last = name.rpartition(".")
+        prefix = names.get(above, above)
+        inner = name and modules and (last, type(modules.get(prefix)).__name__) in _WRAPPED
+        names[name] = prefix if inner else f"{prefix}.{last}" if prefix else last
+        modules[names[name]] = module  # what is wrapped in place of its wrapper
+    return modules
+
+
+_WRAPPED = {("module", "DistributedDataParallel"), ("_orig_mod", "OptimizedModule")}
+
+
 def _users(model: nn.Module) -> dict[int, list[tuple[str, nn.Module]]]:
     """id of a parameter -> (name, module) of the modules that hold it."""
     users: dict[int, list[tuple[str, nn.Module]]] = {}
-    for name, module in model.named_modules():
+    for name, module in plain_modules(model).items():
         for p in module._parameters.values():
             if p is not None:
                 users.setdefault(id(p), []).append((name, module))
@@ -166,27 +187,49 @@ def _decide(name: str, module: nn.Module, config: Config, users: dict[int, list[
     return True, "large enough for FP8 to pay" if gpu else "eligible"
 
 
+def _check_patterns(select: object, names: list[str]) -> None:
+    """ValueError for a pattern that matches no layer: left alone, a typo would train unconverted."""
+    if not names or callable(select) or isinstance(select, str):
+        return
+    for pattern in select:  # type: ignore[attr-defined]
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            near = difflib.get_close_matches(pattern, names, 3, 0.3) or names[:3]
+            raise ValueError(f"select: pattern {pattern!r} matches none of the model's {len(names)} layers, such as {', '.join(map(repr, near))}")
+
+
 def make_plan(model: nn.Module, optimizer_parameters: Iterable[Tensor] | None, config: Config, device: torch.device | None = None) -> Plan:
     """Decide everything. optimizer_parameters: those that ampplug's optimizer will step (O2), else None. Nothing is changed.
 
     device: where the model will train; None: where its parameters are.
+
+    Raises:
+        ValueError: a pattern of `config.select` matches no layer.
     """
     users = _users(model)
     where = next((p.device for p in model.parameters()), torch.device("cpu")) if device is None else device
     elsewhere = device is not None and device.type == "cuda" and not torch.cuda.is_available()
     gpu = elsewhere or on_gpu(where)
     layers, fp8_layers = [], set()
-    for name, module in model.named_modules():
+    modules = plain_modules(model)
+    for name, module in modules.items():
         if isinstance(module, nn.Linear) or is_conv1d(module):
             converts, why = _decide(name, module, config, users, gpu)
             if converts and config.opt_level != "O0":
                 fp8_layers.add(id(module))
             layers.append(LayerPlan(name, type(module).__name__, tuple(module.weight.shape), converts, why))
-    blocks = find_blocks(model, fp8_layers) if config.fuse else {}
+    _check_patterns(config.select, [layer.name for layer in layers])
+    blocks = {}
+    if config.fuse:
+        real, own_name = dict(model.named_modules()), {id(module): name for name, module in modules.items()}
+        blocks = {own_name[id(real[name])]: children for name, children in find_blocks(model, fp8_layers).items()}
     fused = {f"{block}.{child}" if block else child for block, names in blocks.items() for child in names}
     layers = [replace(layer, why=f"{layer.why}; one with SwiGLU") if layer.name in fused else layer for layer in layers]
     stepped = {id(p) for p in optimizer_parameters or ()}
-    named: dict[int, tuple[str, Tensor]] = {id(p): (name, p) for name, p in model.named_parameters()}
+    named: dict[int, tuple[str, Tensor]] = {}
+    for name, module in modules.items():
+        for own, p in module._parameters.items():
+            if p is not None:
+                named.setdefault(id(p), (f"{name}.{own}" if name else own, p))
     everything = [named[id(p)] for p in model.parameters()]
     everything += [("(not in the model)", p) for p in optimizer_parameters or () if id(p) not in named]
     parameters = []

@@ -26,7 +26,10 @@ def _used() -> list[Any]:
 
 
 if TYPE_CHECKING:
-    from ampplug.integrations.lightning_pytorch import AmpPlugFabricStrategy, AmpPlugPrecision, AmpPlugStrategy
+    # what the classes have of their own; they are made when the package is known
+    from ampplug.integrations._lightning_fabric import FabricPart as AmpPlugFabricStrategy
+    from ampplug.integrations._lightning_precision import PrecisionPart as AmpPlugPrecision
+    from ampplug.integrations._lightning_strategy import StrategyPart as AmpPlugStrategy
 else:
     _module = _used()[0]
     AmpPlugFabricStrategy, AmpPlugPrecision, AmpPlugStrategy = _module.AmpPlugFabricStrategy, _module.AmpPlugPrecision, _module.AmpPlugStrategy

@@ -70,6 +70,14 @@ def test_wrong_arguments():
         (dict(step=print, model=3), "model is a int"),
         (dict(step=print, model=model, steps=0), "steps is 0"),
         (dict(step=print, model=model, warm_up=-1), "warm_up is -1"),
+        (dict(step=print, model=model, optimizer=3), "optimizer is a int"),
     ):
         with pytest.raises((TypeError, ValueError), match=words):
             ampplug.audit(**arguments)
+
+
+def test_a_compiled_layer_counts_once():
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16))
+    ampplug.initialize(model, None, "O1")
+    model[0] = torch.compile(model[0])
+    assert ampplug.audit(lambda: None, model=model, steps=1, warm_up=0).layers == 1

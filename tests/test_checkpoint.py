@@ -408,3 +408,19 @@ def test_a_run_changes_its_recipe(level):
         again_optimizer.load_state_dict(saved[1])
         assert all(torch.equal(v, saved[0][k]) for k, v in ampplug.fp32_state_dict(again).items())
         assert train(again, again_optimizer, range(8, 12)) == pytest.approx(train(model, optimizer, range(8, 12)), rel=0.05)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_names_without_wrappers(level):
+    """Scales saved from a compiled (or DDP) model fit the plain one, and back; a pattern selects the same layers."""
+    states = []
+    for wrap in (lambda m: m, torch.compile, lambda m: nn.Sequential(torch.compile(m[0]), *m[1:])):
+        model = wrap(net())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        plan = ampplug.plan(model, optimizer, level, select=["0"])
+        assert plan.converted == ("0",) and not any("_orig_mod" in p.name for p in plan.parameters)
+        ampplug.initialize(model, optimizer, level, select=["0", "*2"])
+        states.append(optimizer.state_dict())
+    assert all(s["ampplug"]["book"]["slots"] == states[0]["ampplug"]["book"]["slots"] for s in states)
+    if level == "O2":
+        assert all(s["ampplug"]["weights"]["names"] == states[0]["ampplug"]["weights"]["names"] for s in states)

@@ -83,7 +83,6 @@ def test_plan_of_a_model_that_reads_values(models, capsys):
         (["--select", "all"], ["body", "lm_head"]),
         (["--select", "lm_*"], ["lm_head"]),
         (["--select", "lm_*", "--select", "bod?"], ["body", "lm_head"]),
-        (["--select=nothing"], []),
     ],
 )
 def test_plan_select(select, expected, models, capsys):
@@ -114,6 +113,7 @@ def test_plan_select(select, expected, models, capsys):
         (["plan", "cli_models:fails"], "fails() raised RuntimeError: first line"),
         (["plan", "cli_models:fails_silently"], "fails_silently() raised AssertionError"),
         (["plan", "cli_models:lazy"], "cannot be planned"),
+        (["plan", "cli_models:build", "--select=bodi"], "pattern 'bodi' matches none of the model's 2 layers, such as 'body'"),
         (["plan", "cli_models:build", "--select", "all", "--select", "x"], "--select all stands alone"),
     ],
 )

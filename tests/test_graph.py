@@ -44,3 +44,6 @@ def test_wrong_arguments():
     ):
         with pytest.raises(TypeError, match=words):
             ampplug.capture(*arguments)
+    for arguments, words in (((print, model, []), "optimizer is an empty list"), ((print, nn.Identity(), optimizer), "Identity\\) has no parameters")):
+        with pytest.raises(ValueError, match=words):
+            ampplug.capture(*arguments)

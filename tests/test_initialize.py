@@ -382,7 +382,6 @@ def test_gradients_and_a_trained_optimizer_come_along():
     "build,settings,why",
     [
         (lambda: nn.Conv1d(4, 4, 1), {}, "no Linear layer"),
-        (lambda: net(8, 8), {"select": ["layers.*"]}, "no pattern selects it"),
         (lambda: net(8, 8), {"select": lambda name, module: False}, "predicate"),
         (lambda: nn.ModuleDict({"lm_head": nn.Linear(8, 8)}), {}, "head.*select='all'"),
         (lambda: nn.MultiheadAttention(8, 2), {}, "NonDynamicallyQuantizableLinear"),
@@ -393,6 +392,16 @@ def test_each_reason_for_converting_nothing(build, settings, why):
     model = build()
     with pytest.warns(UserWarning, match=f"no layer of the model computes in FP8.*{why}"):
         ampplug.initialize(model, adamw(model), **settings)
+
+
+def test_pattern_that_matches_nothing():
+    """expect: refused by name, whatever the others select; nothing is converted."""
+    model = net(8, 8)
+    with pytest.raises(ValueError, match=r"select: pattern 'layers.\*' matches none of the model's \d layers, such as '0'"):
+        ampplug.initialize(model, adamw(model), select=["*", "layers.*"])
+    assert type(model[0]) is nn.Linear
+    with pytest.warns(UserWarning, match="no Linear layer"):  # where there is no layer, no name is wrong
+        ampplug.initialize(model := nn.Conv1d(4, 4, 1), adamw(model), select=["layers.*"])
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

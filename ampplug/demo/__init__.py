@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from ampplug.demo.model import GPT
 
 PRESETS = ("small", "124m", "1b")
+SIZES = ("width", "layers", "heads", "ffn", "sequence", "batch", "eval-bytes")
 
 
 class DemoError(Exception):
@@ -25,13 +26,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, help="optimizer steps of each run; default: the preset's")
     parser.add_argument("--opt-level", default="O2", help="ampplug's level: O0, O1 or O2; default O2")
     parser.add_argument("--recipe", default="delayed", help="FP8 scaling: delayed or current; default delayed")
-    parser.add_argument("--select", default="auto", help="layers that go FP8: auto, or all (also the small ones and the head); default auto")
+    select = "layers that go FP8: auto (where it pays), all (also the small ones and the head), or patterns of names with commas between"
+    parser.add_argument("--select", help=f"{select}; default: the preset's, blocks.* of small and auto of the others")
     parser.add_argument("--way", help="how steps run on a GPU: eager, graph (captured in a CUDA graph), compile, or both; default eager")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out, exactly")
     parser.add_argument("--device", help="cpu or cuda; default: cuda where there is one")
-    parser.add_argument("--checkpoint-every", type=int, metavar="N", help="steps between checkpoints; default: a quarter of the steps")
+    every = "steps between checkpoints; 0: none on the way. Ctrl-C and the end of each of the two runs write one in any case. Default: a quarter of the steps"
+    parser.add_argument("--checkpoint-every", type=int, metavar="N", help=every)
     # sizes other than the presets', for tests and experiments
-    for name in ("width", "layers", "heads", "ffn", "sequence", "batch", "eval-bytes"):
+    for name in SIZES:
         parser.add_argument(f"--{name}", type=int, help=argparse.SUPPRESS)
 
 
@@ -44,7 +47,7 @@ def build_preset(preset: str) -> GPT:
 
 def run(arguments: argparse.Namespace) -> int:
     """The command. Exit code: 0 done, 2 something is wrong with the request, 130 interrupted (a checkpoint was written)."""
-    from ampplug.demo.train import demo
+    from ampplug.demo.compare import demo
 
     try:
         return demo(arguments)

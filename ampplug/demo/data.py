@@ -50,7 +50,7 @@ def load(path: str | None) -> Corpus:
         raise DemoError(f"data {path!r} does not exist") from error
     except (OSError, ValueError) as error:  # a folder above that cannot be entered, a name too long, a null byte
         raise DemoError(f"cannot read data {path!r}: {getattr(error, 'strerror', None) or error}") from error
-    return _split_files(path, root, _list_files(root, "")) if is_folder else _split_positions(path, _read(root))
+    return _split_files(path, root, _list_files(root, "")) if is_folder else _split_positions(path, root)
 
 
 def _list_files(folder: Path, suffix: str) -> list[str]:
@@ -81,58 +81,85 @@ def _is_text(path: Path) -> bool:
         return True  # reading it says why
 
 
-def _read(path: Path) -> bytes:
+def _digest(path: Path) -> tuple[int, bytes]:
+    """(bytes, SHA-256) of a file, which need not fit into memory beside others."""
+    digest, size = hashlib.sha256(), 0
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            while piece := file.read(1 << 20):
+                digest.update(piece)
+                size += len(piece)
     except OSError as error:
-        raise DemoError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
+        raise _unreadable(path, error) from error
+    return size, digest.digest()
+
+
+def _read(root: Path, files: tuple[str, ...], sizes: dict[str, int]) -> bytearray:
+    """These files, one after the other. Nothing is copied: texts may be large."""
+    text = bytearray(sum(sizes[f] for f in files))
+    position = 0
+    for f in files:
+        try:
+            with (root / f).open("rb") as file, memoryview(text)[position : position + sizes[f]] as part:
+                position += file.readinto(part)  # type: ignore[attr-defined]
+        except OSError as error:
+            raise _unreadable(root / f, error) from error
+    if position != len(text):
+        raise DemoError(f"a file in {str(root)!r} became shorter while it was read; give data that nothing else writes to")
+    return text
+
+
+def _unreadable(path: Path, error: OSError) -> DemoError:
+    return DemoError(f"cannot read {str(path)!r}: {error.strerror or error}")
 
 
 def _split_files(name: str, root: Path, files: list[str]) -> Corpus:
     """Whole files are held out, in the order of a hash of their paths, until a tenth of the bytes is."""
-    contents: dict[str, bytes] = {}
+    sizes: dict[str, int] = {}
     seen: set[bytes] = set()
     for file in files:
-        content = _read(root / file)
-        digest = hashlib.sha256(content).digest()
-        if content and digest not in seen:  # a copy of a training file would not be held out
+        size, digest = _digest(root / file)
+        if size and digest not in seen:  # a copy of a training file would not be held out
             seen.add(digest)
-            contents[file] = content
-    if not contents:
+            sizes[file] = size
+    if not sizes:
         raise DemoError(f"data {name!r} is empty: no file with text in {str(root)!r}")
-    if len(contents) == 1:
-        return _split_positions(name, next(iter(contents.values())))
-    total = sum(map(len, contents.values()))
+    if len(sizes) == 1:
+        return _split_positions(name, root / next(iter(sizes)))
+    total = sum(sizes.values())
     held: set[str] = set()
     size = 0
-    for file in sorted(contents, key=lambda f: hashlib.sha256(f.encode("utf-8", "surrogateescape")).digest()):
+    for file in sorted(sizes, key=lambda f: hashlib.sha256(f.encode("utf-8", "surrogateescape")).digest()):
         if size >= _HELD_OUT * total:
             break
-        if size + len(contents[file]) <= _HELD_OUT_MOST * total:
+        if size + sizes[file] <= _HELD_OUT_MOST * total:
             held.add(file)
-            size += len(contents[file])
+            size += sizes[file]
     if not held:  # few and large files
-        held.add(min(contents, key=lambda f: (len(contents[f]), f)))
-    train = tuple(f for f in contents if f not in held)
-    rest = tuple(f for f in contents if f in held)
-    return _corpus(name, b"".join(contents[f] for f in train), b"".join(contents[f] for f in rest), train, rest)
+        held.add(min(sizes, key=lambda f: (sizes[f], f)))
+    train = tuple(f for f in sizes if f not in held)
+    rest = tuple(f for f in sizes if f in held)
+    return _corpus(name, memoryview(_read(root, train, sizes)), memoryview(_read(root, rest, sizes)), train, rest)
 
 
-def _split_positions(name: str, content: bytes) -> Corpus:
+def _split_positions(name: str, path: Path) -> Corpus:
     """The last tenth is held out."""
-    if not content:
+    size, _ = _digest(path)
+    if not size:
         raise DemoError(f"data {name!r} is empty")
-    cut = len(content) - int(len(content) * _HELD_OUT)
+    content = memoryview(_read(path.parent, (path.name,), {path.name: size}))
+    cut = size - int(size * _HELD_OUT)
     return _corpus(name, content[:cut], content[cut:], (), ())
 
 
-def _corpus(name: str, train: bytes, held_out: bytes, train_files: tuple[str, ...], held_out_files: tuple[str, ...]) -> Corpus:
+def _corpus(name: str, train: memoryview, held_out: memoryview, train_files: tuple[str, ...], held_out_files: tuple[str, ...]) -> Corpus:
     fingerprint = hashlib.sha256(hashlib.sha256(train).digest() + hashlib.sha256(held_out).digest()).hexdigest()
     return Corpus(name, _tensor(train), _tensor(held_out), train_files, held_out_files, fingerprint)
 
 
-def _tensor(content: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.zeros(0, dtype=torch.uint8)
+def _tensor(content: memoryview) -> Tensor:
+    """The same memory."""
+    return torch.frombuffer(content, dtype=torch.uint8) if content.nbytes else torch.zeros(0, dtype=torch.uint8)
 
 
 def offsets(seed: int, steps: range, batch: int, size: int, sequence: int) -> Tensor:

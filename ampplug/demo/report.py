@@ -13,6 +13,8 @@ import torch
 
 import ampplug
 
+RESULTS, PLOT = "results.json", "losses.png"
+
 
 def relative_gap(loss: float, baseline: float) -> float:
     """How much larger a loss is, in percent of the baseline's."""
@@ -60,6 +62,12 @@ def write_json(path: Path, content: Any) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def remove(out: Path) -> None:
+    """Take away what `finish` wrote before."""
+    for name in (RESULTS, PLOT):
+        (out / name).unlink(missing_ok=True)
+
+
 def plot(path: Path, curves: dict[str, dict[str, Any]], title: str) -> bool:
     """Loss curves as PNG. curves: label -> {"curve": losses of every step, "held_out_curve": [(step, loss), ...]}. False without matplotlib."""
     try:
@@ -84,13 +92,18 @@ def plot(path: Path, curves: dict[str, dict[str, Any]], title: str) -> bool:
     axes.set_title(title)
     axes.legend(fontsize="small")
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        figure.savefig(temporary, dpi=120, format="png")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
     pyplot.close(figure)
     return True
 
 
 def finish(out: Path, settings: dict[str, Any], finished: dict[str, dict[str, Any]], command: str) -> None:
-    """Print the table and write the files."""
+    """Print the table and write the files, each of them whole."""
     results = {
         "environment": environment(settings["device"]),
         "seed": settings["seed"],
@@ -99,7 +112,7 @@ def finish(out: Path, settings: dict[str, Any], finished: dict[str, dict[str, An
         "runs": finished,
         "relative_gap_percent": {k: relative_gap(finished["ampplug"][k], finished["bf16"][k]) for k in ("train_loss", "held_out_loss")},
     }
-    write_json(out / "results.json", results)
+    write_json(out / RESULTS, results)
     labels = {"BF16 AdamW": finished["bf16"], f"ampplug {finished['ampplug']['mode'].upper()}": finished["ampplug"]}
-    drawn = plot(out / "losses.png", labels, f"byte-level GPT, preset {settings['preset']}, seed {settings['seed']}")
+    drawn = plot(out / PLOT, labels, f"byte-level GPT, preset {settings['preset']}, seed {settings['seed']}")
     print(f"\n{table(finished)}\n\nwritten: {out / 'results.json'}" + (f", {out / 'losses.png'}" if drawn else ""))

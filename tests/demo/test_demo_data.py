@@ -118,10 +118,10 @@ def test_empty_data(tmp_path: Path) -> None:
 def test_unreadable_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "text").write_bytes(b"x" * 100)
 
-    def refuse(self: Path) -> bytes:  # permissions do not bind the root user, who may run this
+    def refuse(self: Path, mode: str) -> None:  # permissions do not bind the root user, who may run this
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     for path in (tmp_path, tmp_path / "text"):
         with pytest.raises(DemoError, match=r"cannot read '.*text': Permission denied"):
             data.load(str(path))
@@ -149,6 +149,14 @@ def test_only_regular_text_files_are_read(folder: Path) -> None:
     (folder / "lost.py").symlink_to("nowhere")
     (folder / "library.py").write_bytes(b"\x7fELF\0\0" * 1000)
     assert data.load(str(folder)).fingerprint == before
+
+
+def test_file_that_shrinks_meanwhile(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes are read first, texts then. expect: an error, not zeros to learn from."""
+    digest = data._digest
+    monkeypatch.setattr(data, "_digest", lambda path: (digest(path)[0] + 1, digest(path)[1]))
+    with pytest.raises(DemoError, match="became shorter while it was read"):
+        data.load(str(folder))
 
 
 def test_small_data(tmp_path: Path) -> None:

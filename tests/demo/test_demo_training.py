@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import pytest
 import torch
 
 from ampplug import demo
-from ampplug.demo import DemoError, data, train
+from ampplug.demo import DemoError, checkpoint, compare, data, settings, train
 from ampplug.demo.model import SHAPES, Shape, build
+from ampplug.demo.progress import Progress, threads
 
 STEPS = 10
 SIZES = ["--width", "32", "--layers", "1", "--heads", "2", "--ffn", "64", "--sequence", "32", "--batch", "4", "--eval-bytes", "256"]
@@ -55,15 +57,15 @@ def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def interrupt_at(monkeypatch: pytest.MonkeyPatch, *when: tuple[str, int]) -> None:
     """Ctrl-C once after each of these (title, step)."""
     left = list(when)
-    update = train.Progress.update
+    update = Progress.update
 
-    def interrupted(self: train.Progress, step: int, loss: float, rate: float) -> None:
+    def interrupted(self: Progress, step: int, loss: float, rate: float) -> None:
         update(self, step, loss, rate)
         if (self.title, step) in left:
             left.remove((self.title, step))
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(train.Progress, "update", interrupted)
+    monkeypatch.setattr(Progress, "update", interrupted)
 
 
 def test_results_are_complete(whole: Path) -> None:
@@ -143,7 +145,7 @@ def test_other_levels_resume_too(text: Path, tmp_path: Path, monkeypatch: pytest
 
 
 def test_resumes_from_a_periodic_checkpoint(text: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save = train.save_checkpoint
+    save = compare.save_checkpoint
 
     def crash(out: Path, content: dict[str, Any]) -> None:
         save(out, content)
@@ -151,7 +153,7 @@ def test_resumes_from_a_periodic_checkpoint(text: Path, whole: Path, tmp_path: P
             raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "save_checkpoint", crash)
+        patch.setattr(compare, "save_checkpoint", crash)
         with pytest.raises(MemoryError):
             run(text, tmp_path, "--checkpoint-every", "4")
     assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["phase"]["step"] == 4
@@ -160,7 +162,8 @@ def test_resumes_from_a_periodic_checkpoint(text: Path, whole: Path, tmp_path: P
 
 
 def test_failed_write_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    train.save_checkpoint(tmp_path, {"format": 1, "n": 1})
+    first = {"format": 1, "torch": "2", "settings": {}, "finished": {}, "phase": None}
+    checkpoint.save_checkpoint(tmp_path, first)
 
     def full(content: Any, file: Any) -> None:
         file.write(b"half")
@@ -168,8 +171,8 @@ def test_failed_write_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(DemoError, match="No space left on device"):
-        train.save_checkpoint(tmp_path, {"format": 1, "n": 2})
-    assert train.load_checkpoint(tmp_path)["n"] == 1
+        checkpoint.save_checkpoint(tmp_path, {**first, "torch": "3"})
+    assert checkpoint.load_checkpoint(tmp_path) == first
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint.pt"]
 
 
@@ -193,15 +196,15 @@ def test_resume_names_what_differs(text: Path, whole: Path, tmp_path: Path, caps
 
 
 def test_phases_share_start_and_batches(text: Path) -> None:
-    settings = train.make_settings("small", "cpu", steps=2, width=32, layers=1, heads=2, ffn=64, sequence=16, batch=2, seed=4)
+    sizes = settings.make_settings("small", "cpu", steps=2, width=32, layers=1, heads=2, ffn=64, sequence=16, batch=2, seed=4)
     torch.manual_seed(1)
-    first = train.Phase(settings, "bf16").model.state_dict()
+    first = train.Phase(sizes, "bf16").model.state_dict()
     torch.manual_seed(2)  # what the first run drew must not matter
     for mode in ("o1", "o2"):
-        second = train.Phase(settings, mode).model.state_dict()
+        second = train.Phase(sizes, mode).model.state_dict()
         assert list(first) == list(second)
         assert all(torch.equal(second[k], v.to(second[k].dtype)) for k, v in first.items())
-    other = train.Phase(train.make_settings("small", "cpu", width=32, layers=1, heads=2, ffn=64, sequence=16, seed=5), "bf16").model.state_dict()
+    other = train.Phase(settings.make_settings("small", "cpu", width=32, layers=1, heads=2, ffn=64, sequence=16, seed=5), "bf16").model.state_dict()
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
 
 
@@ -221,12 +224,13 @@ def test_phases_share_start_and_batches(text: Path) -> None:
         (["--data", "/nowhere/at/all"], "data '/nowhere/at/all' does not exist"),
         (["--sequence", "100000"], "too small"),
         (["--out", "/dev/null/out"], "cannot write to '/dev/null/out'"),
-        (["--resume"], "nothing to resume: .* does not exist"),
+        (["--resume"], "nothing to resume: .* does not exist; start without --resume"),
+        (["--select", "blocks.*,blok.*"], r"pattern 'blok.\*' matches none of the model's 7 layers, such as 'blocks.0."),
+        (["--select", "al"], "pattern 'al' matches none"),
+        (["--select", ""], "pattern '' matches none"),
     ],
 )
 def test_errors_are_one_line(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], said: str) -> None:
-    import re
-
     assert run(text, tmp_path, *more) == 2
     out, err = capsys.readouterr()
     assert "step 1" not in out  # before anything is trained
@@ -234,12 +238,66 @@ def test_errors_are_one_line(text: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert re.search(said, err)
 
 
-@pytest.mark.parametrize("damage", [b"", b"not a checkpoint", b"PK\x03\x04 half of one"])
-def test_damaged_checkpoint(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: bytes) -> None:
-    (tmp_path / "checkpoint.pt").write_bytes(damage)
-    assert run(text, tmp_path, "--resume") == 2
-    err = capsys.readouterr().err
-    assert "cannot read the checkpoint" in err and err.count("\n") == 1
+def test_damaged_checkpoint(text: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """expect: one line with the file, what is wrong with it and what to do; nothing is trained, and the file stays as it is."""
+    good = (whole / "checkpoint.pt").read_bytes()
+    content = torch.load(whole / "checkpoint.pt", weights_only=True)
+    phase = train.Phase(settings.make_settings("small", "cpu", steps=STEPS, width=16, layers=1, heads=2, ffn=64, sequence=32, batch=4), "bf16").state()
+    cases: list[tuple[Any, str]] = [
+        (b"", "it is empty"),
+        (b"not a checkpoint", "it is no file of torch.save"),
+        (good[: len(good) // 2], f"it is cut off, {len(good) // 2} bytes are left of it"),
+        (good[:500] + bytes(500) + good[1000:], r"it is damaged \("),
+        ([1, 2], "it was not written by this demo"),
+        ({"format": 1}, "it was not written by this demo"),
+        ({**content, "finished": {}, "phase": phase}, "its state does not fit this run"),
+        ({**content, "finished": {}, "phase": {}}, "its state does not fit this run"),
+    ]
+    path = tmp_path / "checkpoint.pt"
+    for damage, said in cases:
+        if isinstance(damage, bytes):
+            path.write_bytes(damage)
+        else:
+            torch.save(damage, path)
+        before = path.read_bytes()
+        assert run(text, tmp_path, "--resume") == 2, said
+        out, err = capsys.readouterr()
+        assert re.search(f"cannot resume from '.*checkpoint.pt': {said}", err) and err.endswith("; delete it and start anew\n") and err.count("\n") == 1, err
+        assert "step 1" not in out and path.read_bytes() == before
+
+
+def test_folder_never_holds_two_runs(text: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new run over a finished one. expect: until its first checkpoint all files of the old one; from then on none, but what is of the new one."""
+    for file in whole.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    seen: list[tuple[set[str], int]] = []
+    save = compare.save_checkpoint
+
+    def look(out: Path, content: dict[str, Any]) -> None:
+        save(out, content)
+        seen.append(({f.name for f in out.iterdir()}, torch.load(out / "checkpoint.pt", weights_only=True)["settings"]["seed"]))
+
+    monkeypatch.setattr(compare, "save_checkpoint", look)
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Phase, "_train_step", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(text, tmp_path, "--seed", "3")
+    assert curves(tmp_path) == curves(whole) and {f.name for f in tmp_path.iterdir()} == {f.name for f in whole.iterdir()}
+    interrupt_at(monkeypatch, ("BF16 AdamW", 4))
+    assert run(text, tmp_path, "--seed", "3", "--checkpoint-every", "0") == 130
+    assert seen == [({"checkpoint.pt"}, 3)]  # Ctrl-C's alone
+    assert run(text, tmp_path, "--seed", "3", "--checkpoint-every", "0", "--resume") == 0
+    assert [s for _, s in seen] == [3] * 3 and results(tmp_path)["seed"] == 3  # and one at the end of each run
+    assert {f.name for f in tmp_path.iterdir()} == {f.name for f in whole.iterdir()}
+
+
+def test_select_that_is_given_wins() -> None:
+    """expect: 'auto' is not taken for the preset's own choice."""
+    assert settings.make_settings("small", "cpu").select == settings.make_settings("small", "cpu", select=None).select == "blocks.*"
+    assert settings.make_settings("small", "cpu", select="auto").select == "auto"
+    parser = argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    assert parser.parse_args([]).select is None and parser.parse_args(["--select", "auto"]).select == "auto"
 
 
 @pytest.mark.parametrize("sizes, set_by_user, expected", [({}, False, 1), ({}, True, 2), ({"width": 64}, False, 2)], ids=["small", "user", "other"])
@@ -250,7 +308,7 @@ def test_small_preset_takes_one_thread(sizes: dict[str, int], set_by_user: bool,
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        with train._threads(train.make_settings("small", "cpu", **sizes)):
+        with threads(settings.make_settings("small", "cpu", **sizes)):
             assert torch.get_num_threads() == expected
         assert torch.get_num_threads() == 2
     finally:
@@ -261,9 +319,9 @@ def test_small_preset_takes_one_thread(sizes: dict[str, int], set_by_user: bool,
 def test_gpu_presets_want_a_gpu(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DemoError, match=f"preset '{preset}' needs a CUDA device"):
-        train.make_settings(preset)
+        settings.make_settings(preset)
     with pytest.raises(DemoError, match="finds no CUDA device"):
-        train.make_settings(preset, "cuda")
+        settings.make_settings(preset, "cuda")
 
 
 def test_without_matplotlib_and_tqdm(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

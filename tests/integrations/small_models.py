@@ -10,7 +10,7 @@ def build(kind: str, dropout: float = 0.0, dtype: torch.dtype = torch.float32, s
     """GPT-2 is made of Conv1D layers and ties its head to the embedding; Llama is made of Linears, and is not tied here."""
     torch.manual_seed(seed)
     if kind == "gpt2":
-        config = GPT2Config(vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=2, n_head=2,
+        config = GPT2Config(vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=1, n_head=2,
                             resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=1, eos_token_id=2)  # fmt: skip
         return GPT2LMHeadModel(config).to(dtype)
     config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,

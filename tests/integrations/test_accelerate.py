@@ -105,7 +105,7 @@ def test_same_as_without_accelerate(kind, level, precision):
     run = Run(kind, level, mixed_precision=precision).train()
     losses, bits = plain_loop(kind, level, autocast=precision == "bf16")
     assert run.losses == losses and torch.equal(run.bits(), bits)
-    assert losses[-1] < losses[0] and len(converted(run.plain)) == (8 if kind == "gpt2" else 7)
+    assert losses[-1] < losses[0] and len(converted(run.plain)) == (4 if kind == "gpt2" else 7)
     check_fp8_copies(run.plain)
 
 
@@ -114,14 +114,14 @@ def test_same_as_without_accelerate(kind, level, precision):
     ("llama", "O2", torch.float32, "initialize"),
 ])  # fmt: skip
 def test_resume(kind, level, dtype, form, tmp_path):
-    """20 steps, and 10 saved by save_state, loaded into new objects by load_state, and 10 more. expect: no difference at all."""
-    whole = Run(kind, level, form, dtype).train()
-    half = Run(kind, level, form, dtype).train(0, 10)
-    half.accelerator.save_state(str(tmp_path))
+    """20 steps, saved by save_state after 10; loaded into new objects by load_state, and 10 more. expect: no difference at all."""
+    whole = Run(kind, level, form, dtype).train(0, 10)
+    whole.accelerator.save_state(str(tmp_path))
+    whole.train(10, 20)
     again = Run(kind, level, form, dtype)
     again.accelerator.load_state(str(tmp_path))
     again.train(10, 20)
-    assert half.losses + again.losses == whole.losses and torch.equal(again.bits(), whole.bits())
+    assert again.losses == whole.losses[10 * ACCUMULATE :] and torch.equal(again.bits(), whole.bits())
     assert max((a.float() - b.float()).abs().max().item() for a, b in zip(again.plain.parameters(), whole.plain.parameters(), strict=True)) == 0.0
 
 
@@ -283,18 +283,18 @@ def check_two_processes(rank: int, kind: str, level: str, form: str, path: str) 
     """Each rank has its own batches and its own loss; the state is the same on both, and as with plain DDP; resuming makes no difference."""
     whole = Run(kind, level, form)
     assert whole.accelerator.num_processes == 2 and type(whole.model) is torch.nn.parallel.DistributedDataParallel
-    whole.train()
+    whole.train(0, 10)
+    whole.accelerator.save_state(path)
+    whole.train(10, 20)
     losses = torch.tensor(whole.losses)
     assert not agree(losses) and len(losses) == STEPS * ACCUMULATE
     assert agree(whole.bits())
     check_fp8_copies(whole.plain)
-    half = Run(kind, level, form).train(0, 10)
-    half.accelerator.save_state(path)
     dist.barrier()
     again = Run(kind, level, form)
     again.accelerator.load_state(path)
     again.train(10, 20)
-    assert half.losses + again.losses == whole.losses and torch.equal(again.bits(), whole.bits())
+    assert again.losses == whole.losses[10 * ACCUMULATE :] and torch.equal(again.bits(), whole.bits())
     if form == "initialize":  # the time that it takes: once is enough
         return
     plain_losses, bits = plain_loop(kind, level, wrap=torch.nn.parallel.DistributedDataParallel, rank=rank, ranks=2)

@@ -46,10 +46,13 @@ def package(request):
 # ---------------------------------------------------------------- the same numbers as by hand
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("form", ["strategy", "plugin"])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-def test_same_as_by_hand(package, level, form, precision):
+ALL = [(PACKAGES[0], p, form, level) for p in ("32-true", "bf16-mixed", "bf16-true") for form in ("strategy", "plugin") for level in ("O1", "O2")]
+# the classes for the second package are made by the same code: every value once
+SOME = [(PACKAGES[1], "32-true", "strategy", "O2"), (PACKAGES[1], "bf16-mixed", "plugin", "O1"), (PACKAGES[1], "bf16-true", "strategy", "O1")]
+
+
+@pytest.mark.parametrize(("package", "precision", "form", "level"), ALL + SOME, indirect=["package"], ids=lambda v: v[0] if isinstance(v, tuple) else v)
+def test_same_as_by_hand(package, precision, form, level):
     """20 steps. expect: every loss and the final state bit for bit those of `initialize` and a loop."""
     pl, own = package
     if form == "strategy":
@@ -113,8 +116,11 @@ def test_accumulation(package, level):
 # ---------------------------------------------------------------- resume
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("form", ["automatic", "manual", "accumulation", "end of epoch", "plugin"])
+FORMS = ("automatic", "manual", "accumulation", "end of epoch", "plugin")
+
+
+@pytest.mark.parametrize(("package", "form", "level"), [(PACKAGES[0], f, level) for f in FORMS for level in ("O1", "O2")]
+                         + [(PACKAGES[1], "automatic", "O2"), (PACKAGES[1], "plugin", "O1")], indirect=["package"], ids=lambda v: v[0] if isinstance(v, tuple) else v)  # fmt: skip
 def test_resume_is_exact(package, form, level, tmp_path):
     """20 steps against 10 and 10 resumed in new objects. expect: weights, moments, scales and later losses differ by exactly 0."""
     pl, own = package
@@ -286,7 +292,13 @@ def test_names_and_registration(package):
     assert type(make_trainer(pl, 1).strategy) is own.AmpPlugStrategy
     strategy = own.AmpPlugStrategy("O1", recipe="current", select="all", history=4, find_unused_parameters=True)
     assert (strategy.config.recipe, strategy.config.history) == ("current", 4)
-    assert pickle.loads(pickle.dumps(strategy)).config == strategy.config
+    again = pickle.loads(pickle.dumps(strategy))
+    assert type(again) is own.AmpPlugStrategy and again.config == strategy.config
+    for kind in (own.AmpPlugPrecision, own.AmpPlugStrategy, own.AmpPlugFabricStrategy):
+        assert pickle.loads(pickle.dumps(kind)) is kind and kind.__module__ == own.__name__ and kind.__name__ in kind.__doc__
+    fabric = importlib.import_module("lightning.fabric" if pl.__name__ == "lightning.pytorch" else "lightning_fabric")
+    assert issubclass(own.AmpPlugPrecision, pl.plugins.precision.Precision) and issubclass(own.AmpPlugStrategy, pl.strategies.DDPStrategy)
+    assert issubclass(own.AmpPlugFabricStrategy, fabric.strategies.DDPStrategy)
     from ampplug.integrations import lightning
 
     assert issubclass(lightning.AmpPlugStrategy, load()[0].strategies.DDPStrategy)

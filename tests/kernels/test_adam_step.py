@@ -13,7 +13,8 @@ from ampplug.kernels import norm, scale_update, tables
 from ampplug.kernels.triton_runtime import launches
 from ampplug.optim import state as optimizer_state
 
-SHAPES = [(9, 128), (5,), (300,), (3, 4, 10), (), (0,), (136, 16)]
+SHAPES = [(9, 128), (5,), (300,), (3, 4, 10), (), (0,)]
+TALL = (132, 16)  # more rows than a chunk has; two thirds of the interpreter's time, so in one test
 
 
 @pytest.fixture
@@ -35,20 +36,20 @@ def triton_path(monkeypatch, device):
 class Model(nn.Module):
     """Parameters of every kind: converted weights (split, one of them a single row), other fp32 and bf16 ones."""
 
-    def __init__(self):
+    def __init__(self, tall: bool):
         super().__init__()
         torch.manual_seed(1)
         self.a = nn.Linear(256, 16, bias=True)
         self.b = nn.Linear(70, 17, bias=False)
         self.c = nn.Linear(200, 1)
-        self.others = nn.ParameterList([nn.Parameter(torch.randn(s)) for s in SHAPES])
+        self.others = nn.ParameterList([nn.Parameter(torch.randn(s)) for s in [*SHAPES, *[TALL] * tall]])
         self.halves = nn.ParameterList([nn.Parameter(torch.randn(s).bfloat16()) for s in SHAPES])
 
 
-def run(kernels: bool, device, triton_path, steps: int = 2, cls=torch.optim.AdamW, clip: bool = False, unaligned: bool = False, **flags):
+def run(kernels: bool, device, triton_path, steps: int = 2, cls=torch.optim.AdamW, clip: bool = False, unaligned: bool = False, tall: bool = False, **flags):
     """A few steps with fixed gradients; returns everything that the step writes."""
     triton_path(kernels)
-    model = Model().to(device if kernels else "cpu")
+    model = Model(tall).to(device if kernels else "cpu")
     where = next(model.parameters()).device
     groups = [{"params": list(model.parameters())[::2]}, {"params": list(model.parameters())[1::2], "lr": 3e-3, "weight_decay": 0.3}]
     model, optimizer = ampplug.initialize(model, cls(groups, lr=1e-2, **flags), select="all")
@@ -72,15 +73,13 @@ def run(kernels: bool, device, triton_path, steps: int = 2, cls=torch.optim.Adam
 @pytest.mark.parametrize(
     "settings",
     [
-        dict(),
-        dict(clip=True),
+        dict(tall=True),
+        dict(clip=True, unaligned=True),
         dict(cls=torch.optim.Adam, weight_decay=0.1),
-        dict(maximize=True, betas=(0.9, 0.95)),
-        dict(eps=0.0),
-        dict(unaligned=True),
+        dict(maximize=True, betas=(0.9, 0.95), eps=0.0),
         dict(betas=(0.99, 0.95)),
     ],
-    ids=lambda s: "-".join(f"{k}" for k in s) or "plain",
+    ids="-".join,
 )
 def test_equals_reference(settings, device, triton_path):
     *_, norms, found = run(True, device, triton_path, **settings)
@@ -180,7 +179,7 @@ def test_scale_update_equals_reference(power_of_two, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(512, 256), (17, 48), (1, 16), (1, 1000), (16, 1), (3, 130)])
+@pytest.mark.parametrize("shape", [(256, 256), (17, 48), (1, 16), (1, 1000), (16, 1), (3, 130)])
 def test_refresh_equals_reference(shape, dtype, device, triton_path):
     p = (torch.randn(shape) * 0.05).to(dtype)
     banks = []
