@@ -255,3 +255,21 @@ def test_finding_leaves_randomness_alone():
     torch.manual_seed(3)
     swiglu.find_blocks(model, {id(m) for m in model.modules()})
     assert torch.equal(torch.rand(1), wanted)
+
+
+def test_what_the_last_layer_read_is_not_kept():
+    """Saved for backward: the input in FP8, and gate's and up's outputs. expect: of their product, nothing, unless backward does not come to it."""
+    model, _ = make()
+    block = model.blocks[0]
+
+    def kept() -> int:
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+            block(torch.randn(16, 40)).sum().backward()
+        return sum(t.numel() for t in saved if t.dtype == torch.float8_e4m3fn)
+
+    assert kept() == 48 * 16  # 40 columns, padded
+    block.one.weight.requires_grad_(False)
+    block.two.weight.requires_grad_(False)
+    assert kept() == 64 * 16
+    assert block.last.weight.grad.abs().sum() > 0

@@ -6,7 +6,10 @@
 (Shazeer, "GLU Variants Improve Transformer".) What the activation makes is read by GEMMs only, so it is cast where it is made: one launch, and no
 tensor in high precision. Scales, amax records and the mending of outgrown scales are those of `kernels/cast.py`.
 
-Bytes an element: forward 4 in, 2 out (12 for an activation, then a cast); backward 6 in, 4 out (18).
+The transpose of h, which the last layer's weight gradient reads, can be made by the backward launch: it has a and b at hand, and nothing of h need be
+kept between the two.
+
+Bytes an element: forward 4 in, 1 out (12 for an activation, then a cast); backward 6 in, 5 out (18).
 """
 
 from __future__ import annotations
@@ -62,18 +65,21 @@ def swiglu(a: Tensor, b: Tensor, target: Target, transpose: bool, power_of_two: 
     """h in E4M3. a, b: [M, K] contiguous, of one dtype (bf16, fp16, fp32), K a multiple of 16, not empty."""
     if not on_gpu(a.device):
         return _reference(reference_values(a, b, None), (target,), formats.E4M3, True, transpose, power_of_two)[0]
-    return triton_swiglu(a, b, None, (target,), formats.E4M3, True, transpose, power_of_two)[0]
+    return triton_swiglu(a, b, None, (target,), formats.E4M3, True, transpose, power_of_two)[0][0]
 
 
 def swiglu_backward(
-    dh: Tensor, a: Tensor, b: Tensor, targets: tuple[Target, Target], rows: bool, transpose: bool, power_of_two: bool = False
-) -> tuple[Fp8, Fp8]:
-    """(da, db) in E5M2. dh, a, b: as in `swiglu`. Without `rows` or `transpose` that half of each result is None."""
-    if not on_gpu(a.device):
-        da, db = _reference(reference_values(a, b, dh), targets, formats.E5M2, rows, transpose, power_of_two)
-    else:
-        da, db = triton_swiglu(a, b, dh, targets, formats.E5M2, rows, transpose, power_of_two)
-    return da, db
+    dh: Tensor, a: Tensor, b: Tensor, targets: tuple[Target, Target], rows: bool, transpose: bool, power_of_two: bool = False, h_inv: Tensor | None = None
+) -> tuple[Fp8, Fp8, Tensor | None]:
+    """(da, db, h transposed): da and db in E5M2; dh, a, b as in `swiglu`. Without `rows` or `transpose` that half of da and db is None.
+
+    h_inv: the inverse scale that `swiglu` returned, fp32 [1]: h transposed [K, M16], in E4M3, is made by it. None: it is not made.
+    """
+    if on_gpu(a.device):
+        (da, db), h8t = triton_swiglu(a, b, dh, targets, formats.E5M2, rows, transpose, power_of_two, h_inv)
+        return da, db, h8t
+    da, db = _reference(reference_values(a, b, dh), targets, formats.E5M2, rows, transpose, power_of_two)
+    return da, db, None if h_inv is None else reference_transposed(a, b, h_inv)
 
 
 # ---------------------------------------------------------------- torch reference
@@ -97,12 +103,18 @@ def _reference(
     ]
 
 
+def reference_transposed(a: Tensor, b: Tensor, h_inv: Tensor) -> Tensor:
+    """h transposed [K, M16] in E4M3, by a given inverse scale."""
+    q = formats.cast_fp8(reference_values(a, b, None)[0], 1.0 / h_inv, formats.E4M3).view(torch.uint8)
+    return torch.nn.functional.pad(q.t(), (0, -q.shape[0] % 16)).contiguous().view(formats.E4M3)
+
+
 # ---------------------------------------------------------------- Triton
 
 
 @jit
 def _values(tile_m, tile_k, a, b, dh, M, K, BACKWARD: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
-    """(m, k, first result, second result) of a tile; zeros beyond the matrix. Forward has one result, given twice."""
+    """(m, k, h or da, h or db, h) of a tile; zeros beyond the matrix."""
     m = tile_m * BM + tl.arange(0, BM)
     k = tile_k * BK + tl.arange(0, BK)
     inside = (m[:, None] < M) & (k[None, :] < K)
@@ -117,7 +129,7 @@ def _values(tile_m, tile_k, a, b, dh, M, K, BACKWARD: tl.constexpr, BM: tl.const
     else:
         first = x * s * y
         second = first
-    return m, k, first, second
+    return m, k, first, second, x * s * y
 
 
 @jit
@@ -129,7 +141,7 @@ def partial_amaxes_kernel(a, b, dh, first, second, M, K, BACKWARD: tl.constexpr,
     largest = tl.zeros((BM, BK), tl.int32)
     largest_second = tl.zeros((BM, BK), tl.int32)
     for tile in range(program, tiles, tl.num_programs(0)):
-        _, _, u, v = _values(tile // tiles_k, tile % tiles_k, a, b, dh, M, K, BACKWARD, BM, BK)
+        _, _, u, v, _ = _values(tile // tiles_k, tile % tiles_k, a, b, dh, M, K, BACKWARD, BM, BK)
         largest = tl.maximum(largest, magnitude_bits(u))
         if BACKWARD:
             largest_second = tl.maximum(largest_second, magnitude_bits(v))
@@ -142,12 +154,12 @@ def partial_amaxes_kernel(a, b, dh, first, second, M, K, BACKWARD: tl.constexpr,
 def swiglu_kernel(
     a, b, dh, rows, columns, scale_inv, slot_scale, partials, record, scratch,
     rows_2, columns_2, scale_inv_2, slot_scale_2, partials_2, record_2, scratch_2,
-    M, K, column_stride, n_partials, tiles_m, span, menders, zero,
-    BACKWARD: tl.constexpr, FP8_MAX: tl.constexpr, OUTGROWN_MAX: tl.constexpr, DELAYED: tl.constexpr, JUST_IN_TIME: tl.constexpr,
+    h_columns, h_inv, M, K, column_stride, n_partials, tiles_m, span, menders, zero,
+    BACKWARD: tl.constexpr, H_COLUMNS: tl.constexpr, FP8_MAX: tl.constexpr, OUTGROWN_MAX: tl.constexpr, DELAYED: tl.constexpr, JUST_IN_TIME: tl.constexpr,
     RECORD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, POWER_OF_TWO: tl.constexpr, FP8: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, PARTIALS: tl.constexpr,
 ):  # fmt: skip
-    """As `cast_kernel`, with one or two results; both are mended where one of them must be."""
+    """As `cast_kernel`, with one or two results; both are mended where one of them must be. With H_COLUMNS, backward makes h transposed, too."""
     program = tl.program_id(0)
     tiles_k = tl.cdiv(K, BK)
     scale = first_scale(
@@ -158,16 +170,21 @@ def swiglu_kernel(
         scale_2 = first_scale(
             slot_scale_2, partials_2, record_2, scale_inv_2, n_partials, FP8_MAX, OUTGROWN_MAX, DELAYED, JUST_IN_TIME, RECORD, POWER_OF_TWO, PARTIALS
         )
+    h_scale = scale
+    if H_COLUMNS:
+        h_scale = tl.div_rn(1.0, tl.load(h_inv))
     bits = tl.zeros((BM, BK // 8), tl.int32)
     bits_2 = tl.zeros((BM, BK // 8), tl.int32)
     first = (program // tiles_k) * span
     for tile_m in range(first, tl.minimum(first + span, tiles_m)):
-        m, k, u, v = _values(tile_m, program % tiles_k, a, b, dh, M, K, BACKWARD, BM, BK)
+        m, k, u, v, h = _values(tile_m, program % tiles_k, a, b, dh, M, K, BACKWARD, BM, BK)
         found = store_tile(u, scale, rows, columns, m, k, M, K, column_stride, zero, FP8_MAX, ROWS, COLUMNS, FP8, BM, BK)
         bits = tl.maximum(bits, found)
         if BACKWARD:
             found = store_tile(v, scale_2, rows_2, columns_2, m, k, M, K, column_stride, zero, FP8_MAX, ROWS, COLUMNS, FP8, BM, BK)
             bits_2 = tl.maximum(bits_2, found)
+        if H_COLUMNS:
+            store_tile(h, h_scale, h_columns, h_columns, m, k, M, K, column_stride, zero, 448.0, False, True, tl.float8e4nv, BM, BK)
     if not JUST_IN_TIME:
         raise_amax(scratch, bits)
         if BACKWARD:
@@ -189,7 +206,7 @@ def swiglu_kernel(
                 outgrown = outgrown | outgrown_2
             if outgrown:
                 for tile in range(mender, tiles_m * tiles_k, menders):
-                    m, k, u, v = _values(tile // tiles_k, tile % tiles_k, a, b, dh, M, K, BACKWARD, BM, BK)
+                    m, k, u, v, _ = _values(tile // tiles_k, tile % tiles_k, a, b, dh, M, K, BACKWARD, BM, BK)
                     store_tile(u, scale, rows, columns, m, k, M, K, column_stride, zero, FP8_MAX, ROWS, COLUMNS, FP8, BM, BK)
                     if BACKWARD:
                         store_tile(v, scale_2, rows_2, columns_2, m, k, M, K, column_stride, zero, FP8_MAX, ROWS, COLUMNS, FP8, BM, BK)
@@ -220,13 +237,15 @@ def triton_partial_amaxes(a: Tensor, b: Tensor, dh: Tensor | None = None) -> tup
 
 
 def triton_swiglu(
-    a: Tensor, b: Tensor, dh: Tensor | None, targets: tuple[Target, ...], dtype: torch.dtype, rows: bool, transpose: bool, power_of_two: bool
-) -> list[Fp8]:
+    a: Tensor, b: Tensor, dh: Tensor | None, targets: tuple[Target, ...], dtype: torch.dtype, rows: bool, transpose: bool, power_of_two: bool,
+    h_inv: Tensor | None = None,
+) -> tuple[list[Fp8], Tensor | None]:  # fmt: skip
     """`swiglu`, or with dh `swiglu_backward`, by Triton."""
     m, k = a.shape
     m16 = round_up(m, 16)
     backward = dh is not None
-    grid = grid_of(m16 if transpose else m, k, TILE_M, TILE_K, SPAN, a.device)
+    h8t = None if h_inv is None else torch.empty(k, m16, dtype=formats.E4M3, device=a.device)
+    grid = grid_of(m if h8t is None and not transpose else m16, k, TILE_M, TILE_K, SPAN, a.device)
     results: list[Fp8] = []
     arguments: list[Tensor] = []
     for t in targets:
@@ -244,10 +263,11 @@ def triton_swiglu(
     first = targets[0]
     fp8_max = formats.FP8_MAX[dtype]
     launch(
-        swiglu_kernel, (grid.programs,), a, b, a if dh is None else dh, *arguments, m, k, m16,
+        swiglu_kernel, (grid.programs,), a, b, a if dh is None else dh, *arguments, a if h8t is None else h8t, a if h_inv is None else h_inv, m, k, m16,
         0 if first.partials is None else first.partials.numel(), grid.tiles_m, grid.span, grid.menders, 0.0,
-        BACKWARD=backward, FP8_MAX=fp8_max, OUTGROWN_MAX=fp8_max * OUTGROWN, DELAYED=first.scale is not None, JUST_IN_TIME=first.partials is not None,
+        BACKWARD=backward, H_COLUMNS=h8t is not None,
+        FP8_MAX=fp8_max, OUTGROWN_MAX=fp8_max * OUTGROWN, DELAYED=first.scale is not None, JUST_IN_TIME=first.partials is not None,
         RECORD=first.record is not None, ROWS=rows, COLUMNS=transpose, POWER_OF_TWO=power_of_two, FP8=getattr(tl, _FP8[dtype]),
         BM=TILE_M, BK=TILE_K, PARTIALS=MAX_PARTIALS, num_warps=WARPS, maxnreg=REGISTERS,
     )  # fmt: skip
-    return results
+    return results, h8t

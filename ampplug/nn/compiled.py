@@ -86,21 +86,22 @@ def _(a: Tensor, b: Tensor, key: Tensor, transpose: bool, delayed: bool, record:
 
 @torch.library.custom_op("ampplug::swiglu_backward", mutates_args=())
 def swiglu_backward_op(
-    dh: Tensor, a: Tensor, b: Tensor, gate_key: Tensor, up_key: Tensor, rows: bool, transpose: bool, delayed: bool, record: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dh: Tensor, a: Tensor, b: Tensor, gate_key: Tensor, up_key: Tensor, rows: bool, transpose: bool, delayed: bool, record: bool, h_inv: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`nn.swiglu_function.gradients` for the slots of two keys."""
     book, slot, power_of_two = _slot(gate_key)
     slots = slot, find_book(up_key)[1]
-    found = gradients(dh.contiguous(), a.contiguous(), b.contiguous(), book, slots, power_of_two, rows, transpose, delayed, record)
-    made = [a.new_empty(0, dtype=formats.E5M2) if t is None else t for result in found for t in result]
-    return made[0], made[1], made[2], made[3], made[4], made[5]
+    da, db, h8t = gradients(dh.contiguous(), a.contiguous(), b.contiguous(), book, slots, power_of_two, rows, transpose, delayed, record, h_inv)
+    made = [a.new_empty(0, dtype=formats.E5M2) if t is None else t for t in (*da, *db)]
+    return made[0], made[1], made[2], made[3], made[4], made[5], a.new_empty(0, dtype=formats.E4M3) if h8t is None else h8t
 
 
 @swiglu_backward_op.register_fake
 def _(
-    dh: Tensor, a: Tensor, b: Tensor, gate_key: Tensor, up_key: Tensor, rows: bool, transpose: bool, delayed: bool, record: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return *_empty(a, formats.E5M2, rows, transpose), *_empty(a, formats.E5M2, rows, transpose)
+    dh: Tensor, a: Tensor, b: Tensor, gate_key: Tensor, up_key: Tensor, rows: bool, transpose: bool, delayed: bool, record: bool, h_inv: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    h8t = _empty(a, formats.E4M3, False, h_inv is not None)[1]
+    return *_empty(a, formats.E5M2, rows, transpose), *_empty(a, formats.E5M2, rows, transpose), h8t
 
 
 def _empty(x: Tensor, dtype: torch.dtype, rows: bool, transpose: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -168,7 +169,8 @@ class _TracedSwiGLU(torch.autograd.Function):
         x8, x8t, x_inv = ops.cast(x, gate_key if x_key is None else x_key, False, True, need_gate or need_up, training, record)
         a = ops.weight_matmul(x8, x_inv, gate, gate_key, False, False, training, out_dtype)
         b = ops.weight_matmul(x8, x_inv, up, up_key, False, False, training, out_dtype)
-        h8, h8t, h_inv = ops.swiglu(a, b, down_key if h_key is None else h_key, need_down, training, record)
+        before = need_x or need_gate or need_up
+        h8, h8t, h_inv = ops.swiglu(a, b, down_key if h_key is None else h_key, need_down and not before, training, record)
         slots = () if x_key is None else (gate_dy, up_dy, down_dy)
         ctx.save_for_backward(x8t, x_inv, a, b, h8t, h_inv, gate, up, down, gate_key, up_key, down_key, *slots)
         ctx.need, ctx.training, ctx.record, ctx.x_dtype = need, training, record, x.dtype
@@ -184,12 +186,10 @@ class _TracedSwiGLU(torch.autograd.Function):
         rows, columns = gate.shape
         dx = d_gate = d_up = d_down = None
         dy8, dy8t, dy_inv = ops.cast(dy, down_dy, True, before, need_down, ctx.training, ctx.record)
-        if need_down:
-            d_down = ops.matmul(dy8t, h8t, dy_inv, h_inv, down.dtype)[:columns, :rows]
         if before:
             dh = ops.weight_matmul(dy8, dy_inv, down, down_key, False, True, ctx.training, a.dtype)
-            a8, a8t, a_inv, b8, b8t, b_inv = ops.swiglu_backward(
-                dh, a, b, gate_dy, up_dy, need_x, need_gate or need_up, ctx.training, ctx.record
+            a8, a8t, a_inv, b8, b8t, b_inv, h8t = ops.swiglu_backward(
+                dh, a, b, gate_dy, up_dy, need_x, need_gate or need_up, ctx.training, ctx.record, h_inv if need_down else None
             )
             if need_gate:
                 d_gate = ops.matmul(a8t, x8t, a_inv, x_inv, gate.dtype)[:rows, :columns]
@@ -198,6 +198,8 @@ class _TracedSwiGLU(torch.autograd.Function):
             if need_x:
                 first = ops.weight_matmul(a8, a_inv, gate, gate_key, False, True, ctx.training, ctx.x_dtype)
                 dx = (first + ops.weight_matmul(b8, b_inv, up, up_key, False, True, ctx.training, ctx.x_dtype))[:, :columns]
+        if need_down:
+            d_down = ops.matmul(dy8t, h8t, dy_inv, h_inv, down.dtype)[:columns, :rows]
         return dx, d_gate, d_up, d_down, None, None, None, None, None, None, None, None, None, None, None, None
 
 

@@ -35,7 +35,8 @@ class _Fp8SwiGLU(torch.autograd.Function):
         if block.up.training and block.up.state.book is not None:
             block.up.state.book.follow(block.up.state.x_slot)
         a, b = (scaled_mm(x8, c.operand.forward, x_inv, c.operand.scale_inv, c.out_dtype, fast=True) for c in (block.gate, block.up))
-        h8, h8t, h_inv = _hidden(a, b, block.down, need_down)
+        # the transpose of h is left to backward, which has a and b in its hands again, unless nothing before the last layer is trained
+        h8, h8t, h_inv = _hidden(a, b, block.down, need_down and not any(ctx.needs_input_grad[:3]))
         assert h8 is not None
         y = scaled_mm(h8, block.down.operand.forward, h_inv, block.down.operand.scale_inv, block.down.out_dtype, fast=True)
         if y.shape[1] != block.down.n:
@@ -57,11 +58,10 @@ class _Fp8SwiGLU(torch.autograd.Function):
         block.gate.state.bank.shared = None
         dy8, dy8t, dy_inv = quantize_for(matrix, block.down, block.down.state.dy_slot, formats.E5M2, before, need_down)
         dx = d_gate = d_up = d_down = None
-        if need_down:
-            d_down = _cut(scaled_mm(dy8t, h8t, dy_inv, h_inv, down.dtype, fast=False), down)
         if before:
             dh = scaled_mm(dy8, block.down.operand.backward, dy_inv, block.down.operand.scale_inv, a.dtype, fast=False)
-            da, db = _gradients(dh, a, b, block, need_x, need_gate or need_up)
+            da, db, made = _gradients(dh, a, b, block, need_x, need_gate or need_up, h_inv if need_down else None)
+            h8t = made if h8t is None else h8t
             if need_gate:
                 d_gate = _cut(scaled_mm(da[1], x8t, da[2], x_inv, gate.dtype, fast=False), gate)  # type: ignore[arg-type]
             if need_up:
@@ -73,6 +73,8 @@ class _Fp8SwiGLU(torch.autograd.Function):
                 ]
                 k = gate.shape[1]
                 dx = parts[0].add_(parts[1])[:, :k].reshape(*dy.shape[:-1], k)
+        if need_down:
+            d_down = _cut(scaled_mm(dy8t, h8t, dy_inv, h_inv, down.dtype, fast=False), down)
         return dx, d_gate, d_up, d_down, None
 
 
@@ -105,21 +107,23 @@ def hidden(a: Tensor, b: Tensor, book: ScaleBook | None, slot: int, power_of_two
     return swiglu(a, b, target(book, slot, partials, delayed, record), transpose, power_of_two)
 
 
-def _gradients(dh: Tensor, a: Tensor, b: Tensor, block: Block, rows: bool, transpose: bool) -> tuple[Fp8, Fp8]:
-    """Output gradients of the first two layers, cast for their slots."""
+def _gradients(
+    dh: Tensor, a: Tensor, b: Tensor, block: Block, rows: bool, transpose: bool, h_inv: Tensor | None
+) -> tuple[Fp8, Fp8, Tensor | None]:
+    """Output gradients of the first two layers, cast for their slots, and with h_inv what the last one read, transposed."""
     state, call = block.gate.state, block.gate
     slots = state.dy_slot, block.up.state.dy_slot
-    return gradients(dh, a, b, state.book, slots, state.bank.power_of_two, rows, transpose, call.training, call.record)
+    return gradients(dh, a, b, state.book, slots, state.bank.power_of_two, rows, transpose, call.training, call.record, h_inv)
 
 
 def gradients(
     dh: Tensor, a: Tensor, b: Tensor, book: ScaleBook | None, slots: tuple[int, int], power_of_two: bool,
-    rows: bool, transpose: bool, delayed: bool, record: bool,
-) -> tuple[Fp8, Fp8]:  # fmt: skip
-    """Gradients of a and b [M, K], cast for two slots."""
+    rows: bool, transpose: bool, delayed: bool, record: bool, h_inv: Tensor | None = None,
+) -> tuple[Fp8, Fp8, Tensor | None]:  # fmt: skip
+    """Gradients of a and b [M, K], cast for two slots, and with h_inv their SwiGLU, transposed."""
     partials: tuple[Tensor | None, ...] = partial_amaxes(a, b, dh) if unknown(book, slots, delayed) else (None, None)
     first, second = (target(book, slot, p, delayed, record) for slot, p in zip(slots, partials, strict=True))
-    return swiglu_backward(dh, a, b, (first, second), rows, transpose, power_of_two)
+    return swiglu_backward(dh, a, b, (first, second), rows, transpose, power_of_two, h_inv)
 
 
 def fp8_swiglu(x: Tensor, weights: tuple[Tensor, Tensor, Tensor], states: tuple[LinearState, LinearState, LinearState], training: bool) -> Tensor:

@@ -61,7 +61,7 @@ def test_equals_reference(m: int, k: int, backward: bool, kind: str, device):
         targets = tuple(Target(move(s), move(p), r, c) for s, p, r, c in zip(scales, partials, records, scratches, strict=True))
         dtype = formats.E5M2 if backward else formats.E4M3
         if kernels:
-            found = swiglu.triton_swiglu(a, b, gradient, targets, dtype, True, True, False)
+            found, _ = swiglu.triton_swiglu(a, b, gradient, targets, dtype, True, True, False)
             assert not any(c.any() for c in scratches)
         else:
             found = swiglu._reference(swiglu.reference_values(a.cpu(), b.cpu(), move(gradient)), targets, dtype, True, True, False)
@@ -78,7 +78,7 @@ def test_nan_shows(device):
     a, b, dh = inputs(20, 32, device)
     a[3, 4] = math.nan
     targets = (Target(torch.ones(1, device=device), None, torch.zeros(1, device=device), torch.zeros(3, dtype=torch.int32, device=device)),)
-    ((q, qt, _),) = swiglu.triton_swiglu(a, b, None, targets, formats.E4M3, True, True, False)
+    ((q, qt, _),), _ = swiglu.triton_swiglu(a, b, None, targets, formats.E4M3, True, True, False)
     assert q.float().isnan().sum() == 1 and qt.float().isnan().sum() == 1 and not torch.isfinite(targets[0].record).any()
 
 
@@ -86,7 +86,18 @@ def test_nan_shows(device):
 def test_outputs_on_request(rows: bool, transpose: bool, device):
     a, b, dh = inputs(20, 32, device)
     partials = swiglu.triton_partial_amaxes(a, b, dh)
-    found = swiglu.triton_swiglu(a, b, dh, tuple(Target(None, p) for p in partials), formats.E5M2, rows, transpose, True)
+    found, _ = swiglu.triton_swiglu(a, b, dh, tuple(Target(None, p) for p in partials), formats.E5M2, rows, transpose, True)
     for q, qt, inverse in found:
         assert (q is not None) == rows and (qt is not None) == transpose
         assert math.log2(inverse.item()) == int(math.log2(inverse.item()))  # powers of two on request
+
+
+@pytest.mark.parametrize("m,k", [(70, 48), (130, 272)])
+def test_backward_makes_the_transpose_that_forward_left_out(m: int, k: int, device):
+    a, b, dh = inputs(m, k, device)
+    (partials,) = swiglu.triton_partial_amaxes(a, b)
+    (((_, wanted, h_inv),), _) = swiglu.triton_swiglu(a, b, None, (Target(None, partials),), formats.E4M3, True, True, False)
+    targets = tuple(Target(None, p) for p in swiglu.triton_partial_amaxes(a, b, dh))
+    for rows, transpose in ((True, True), (True, False)):  # the last: gate and up are frozen
+        _, h8t = swiglu.triton_swiglu(a, b, dh, targets, formats.E5M2, rows, transpose, False, h_inv)
+        assert close(h8t, wanted) and close(h8t, swiglu.reference_transposed(a.cpu(), b.cpu(), h_inv.cpu()))
