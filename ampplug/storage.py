@@ -245,13 +245,9 @@ _banks: weakref.WeakValueDictionary[int, WeightBank] = weakref.WeakValueDictiona
 def key_of(view: Tensor) -> Tensor:
     """A view of a bank's or book's arrays by which the operators of compiled code find it (`find_bank`, `scaling.find_book`).
 
-    `.data`, which has a version of its own: updates of the arrays between forward and backward are no fault to autograd. And an address that
-    stays, which is what `torch._dynamo.mark_static_address(guard=False)` says (importing dynamo here would take seconds): graphs captured by
-    torch.compile would be given a copy of it otherwise.
+    `.data`, which has a version of its own: updates of the arrays between forward and backward are no fault to autograd.
     """
-    key = view.data
-    key._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
-    return key
+    return view.data
 
 
 def find_bank(key: Tensor) -> WeightBank:
