@@ -10,6 +10,7 @@ from ampplug.nn.linear import Linear, LinearState, conv1d_class, is_converted
 from ampplug.nn.swiglu import fuse, unfuse
 from ampplug.planning import Plan, is_conv1d, plain_modules
 from ampplug.scaling import ScaleBook
+from ampplug.siblings import find_siblings
 from ampplug.storage import WeightBank
 
 
@@ -66,6 +67,7 @@ def convert_layers(model: nn.Module, plan: Plan, device: torch.device) -> tuple[
         entry = bank.weights[index[id(module.weight if weight is None else weight)]]
         module.__class__ = conv1d_class(type(module)) if transposed else Linear
         module._ampplug = LinearState(book, 2 * i, 2 * i + 1, bank, entry, transposed)
+    share_slots(model, plan)
     for name, children in plan.blocks.items():
         fuse(modules[name], children)
     for module in model.modules():
@@ -75,6 +77,17 @@ def convert_layers(model: nn.Module, plan: Plan, device: torch.device) -> tuple[
         if isinstance(module, nn.TransformerEncoder) and any(isinstance(m, Linear) for m in module.modules()):
             module.use_nested_tensor = False  # made for that path alone
     return bank, book
+
+
+def share_slots(model: nn.Module, plan: Plan) -> None:
+    """Give converted layers that are called with the same input one slot for it: one scale, and one cast where the input is really the same."""
+    modules = plain_modules(model)
+    layers = [(modules[layer.name], layer) for layer in plan.layers if layer.converts]
+    widths = {id(module): layer.shape[0 if layer.kind == "Conv1D" else 1] for module, layer in layers}
+    blocks = ([getattr(modules[name], child) for child in (children.gate, children.up)] for name, children in plan.blocks.items())
+    for first, *others in (*find_siblings(model, widths), *blocks):
+        for other in others:
+            other._ampplug.join(first._ampplug.x_slot)
 
 
 def restore_layers(model: nn.Module) -> None:

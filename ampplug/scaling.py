@@ -1,7 +1,8 @@
 """ScaleBook: amax record, amax history and scale of every slot, in contiguous device arrays.
 
 A slot is one FP8 quantity with a scale: a Linear's input `x` or its output gradient `dy`. (Weights' scales live in the `WeightBank`: they are
-known before the weight is written.) Casts raise `amax`; once a step `update` turns all records into scales, in one launch.
+known before the weight is written.) Casts raise `amax`; once a step `update` turns all records into scales, in one launch. Layers that are given
+the same input use the slot of one of them (`uses`); those of the others lie idle.
 
 A slot that has had no update holds scale 0, which tells the cast kernel to scale just in time from the tensor's own amax. The host learns
 asynchronously that a slot has its scale, and only then leaves the launch that computes that amax out; the numbers do not depend on when.
@@ -9,6 +10,7 @@ asynchronously that a slot has its scale, and only then leaves the launch that c
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from ampplug.kernels.scale_update import reference_count, reference_scale_update, reference_weight_update, triton_scale_update
 from ampplug.kernels.triton_runtime import on_gpu
-from ampplug.storage import WeightBank
+from ampplug.storage import WeightBank, key_of
 
 
 class ScaleBook:
@@ -36,6 +38,7 @@ class ScaleBook:
     ):
         n = len(names)
         self.names = tuple(names)
+        self.uses = list(range(n))  # slot by name: the one that the layer uses
         self.device = device
         self.margin = margin
         self.power_of_two = power_of_two
@@ -48,7 +51,6 @@ class ScaleBook:
         self._make_views()
         self._pending: tuple[Tensor, Any] | None = None
         self.known = [False] * n  # what the host knows of scale != 0
-        self._following: set[int] = set()
         self._all_known = n == 0
 
     def _make_views(self) -> None:
@@ -56,6 +58,7 @@ class ScaleBook:
         self.amax_views = list(self.amax.split(1))
         self.scale_views = list(self.scale.split(1))
         self.scratch_views = list(self.scratch.unbind(0))
+        self.keys = [key_of(view) for view in self.scale_views]  # by which compiled code finds a slot
         _books[self.scale.untyped_storage().data_ptr()] = self
 
     def __deepcopy__(self, memo: dict) -> ScaleBook:
@@ -64,13 +67,12 @@ class ScaleBook:
         other.__dict__.update(self.__getstate__())
         for name in _TENSORS:
             setattr(other, name, getattr(self, name).clone())
-        other.known = list(self.known)
-        other._following = set(self._following)
+        other.known, other.uses = list(self.known), list(self.uses)
         other._make_views()
         return other
 
     def __getstate__(self) -> dict:
-        state = {k: v for k, v in self.__dict__.items() if k not in ("amax_views", "scale_views", "scratch_views")}
+        state = {k: v for k, v in self.__dict__.items() if k not in ("amax_views", "scale_views", "scratch_views", "keys")}
         state["_pending"] = None
         return state
 
@@ -90,7 +92,7 @@ class ScaleBook:
 
     @property
     def complete(self) -> bool:
-        """Whether the host knows that every slot has a scale."""
+        """Whether the host knows that every slot in use has a scale."""
         return self._all_known
 
     def poll(self) -> None:
@@ -98,26 +100,14 @@ class ScaleBook:
         if self._all_known or self._pending is None:
             return
         flags, event = self._pending
-        if event is not None and not event.query():
+        if event is not None and (torch.cuda.is_current_stream_capturing() or not event.query()):  # a capture forbids the question
             return
         self.known = flags.tolist()
         self._count_known()
         self._pending = None
 
     def _count_known(self) -> None:
-        self._all_known = all(known or slot in self._following for slot, known in enumerate(self.known))
-
-    def follow(self, slot: int) -> None:
-        """The slot's layer took over a sibling's cast: it needs no scale of its own, unless it casts one day."""
-        if not self.known[slot] and slot not in self._following:
-            self._following.add(slot)
-            self._count_known()
-
-    def lead(self, slot: int) -> None:
-        """The slot's layer casts by itself, and no scale of it is known yet."""
-        if slot in self._following:
-            self._following.discard(slot)
-            self._count_known()
+        self._all_known = all(self.known[slot] for slot in self.uses)
 
     def _ask(self) -> None:
         """Have the flags of `known` copied to the host, without waiting."""
@@ -162,22 +152,28 @@ class ScaleBook:
         self._ask()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed run needs, by slot name: {"slots": [...], "history", "position", "scale"}. Tensors on their device."""
-        return {
-            "slots": list(self.names),
-            "history": self.history.clone(),
-            "position": self.position.clone(),
-            "scale": self.scale.clone(),
-        }
+        """Everything that a resumed run needs, by name: {"slots": [...], "history", "position", "scale"}. Tensors on their device.
+
+        A slot that several layers use is there under the name of each: the run that loads it may share slots otherwise.
+        """
+        used = torch.tensor(self.uses, device=self.device)
+        return {"slots": list(self.names), "history": self.history[used], "position": self.position[used], "scale": self.scale[used]}
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Restore the slots that are in `state`; returns the names of those that are not (they scale just in time until their first update)."""
+        """Restore the slots that are in `state`; returns the names of those that are not (they scale just in time until their first update).
+
+        Of layers that share a slot here and did not there, the one with the largest values decides.
+        """
         where = {name: i for i, name in enumerate(state["slots"])}
-        found = [(i, where[name]) for i, name in enumerate(self.names) if name in where]
-        missing = [name for name in self.names if name not in where]
+        scales = [scale or math.inf for scale in state["scale"].tolist()]  # 0 is none
+        found: dict[int, int] = {}
+        for name, slot in zip(self.names, self.uses, strict=True):
+            if name in where and (slot not in found or scales[where[name]] < scales[found[slot]]):
+                found[slot] = where[name]
+        missing = [name for name, slot in zip(self.names, self.uses, strict=True) if slot not in found]
         self.amax.zero_()
         if found:
-            mine, theirs = (torch.tensor(column) for column in zip(*found, strict=True))
+            mine, theirs = torch.tensor(list(found)), torch.tensor(list(found.values()))
             depth = min(self.history.shape[1], state["history"].shape[1])
             self.history.zero_()
             self.history[mine.to(self.device), :depth] = state["history"][theirs, :depth].to(self.device)

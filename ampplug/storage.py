@@ -164,7 +164,7 @@ class WeightBank:
             rows, cols = (round_up(s, 16) for s in p.shape)
             sizes += [((rows, cols), formats.E4M3), ((cols, rows), formats.E4M3)]
         self._arena = Arena(sizes, device)
-        self._numbers = torch.zeros(4, SPACING * len(named), dtype=torch.float32, device=device)
+        self._numbers = torch.zeros(4, SPACING * max(1, len(named)), dtype=torch.float32, device=device)
         self.shared: Any = None  # the last cast of an input, for siblings of its layer (nn/linear_function.py)
         nothing = torch.empty(0)
         self.weights = [Weight(name, i, Master(p, None), *(nothing,) * 6) for i, (name, p) in enumerate(named)]
@@ -176,6 +176,7 @@ class WeightBank:
         for w, (w8, w8t) in zip(self.weights, zip(self._arena.views[::2], self._arena.views[1::2], strict=True), strict=True):
             w.w8, w.w8t = w8, w8t
             w.amax, w.next_amax, w.scale, w.scale_inv = (row[w.index * SPACING : w.index * SPACING + 1] for row in self._numbers)
+        self.key = key_of(self._numbers[0, :1])  # by which compiled code finds the bank
         _banks[self._numbers.untyped_storage().data_ptr()] = self
         self._tables: dict[tuple, tuple[Tensor, Tensor]] = {}
         self._transpose_table = upload([[w.w8.data_ptr(), w.w8t.data_ptr(), *w.w8.shape] for w in self.weights], self.device, TRANSPOSE_WIDTH)
@@ -241,11 +242,29 @@ class WeightBank:
 _banks: weakref.WeakValueDictionary[int, WeightBank] = weakref.WeakValueDictionary()
 
 
-def find_weight(key: Tensor) -> tuple[WeightBank, Weight]:
-    """The bank and the weight in it whose `scale_inv` is `key`."""
+def key_of(view: Tensor) -> Tensor:
+    """A view of a bank's or book's arrays by which the operators of compiled code find it (`find_bank`, `scaling.find_book`).
+
+    `.data`, which has a version of its own: updates of the arrays between forward and backward are no fault to autograd.
+    """
+    return view.data
+
+
+def find_bank(key: Tensor) -> WeightBank:
+    """The bank in whose arrays `key` lies."""
     bank = _banks.get(key.untyped_storage().data_ptr())
     if bank is None or bank._numbers.untyped_storage().data_ptr() != key.untyped_storage().data_ptr():
-        raise RuntimeError("ampplug: a compiled layer does not find its FP8 weight; its memory was moved or copied by something else than the module")
+        raise RuntimeError(
+            "ampplug: compiled code of an FP8 layer does not find the layer's scales or FP8 weight: the model is gone, or its memory was moved or copied "
+            "by something else than the module. A compiled or exported program works beside the living model only; to export a program of its own, give "
+            "torch.export the unconverted model, filled by load_state_dict(ampplug.fp32_state_dict(model))"
+        )
+    return bank
+
+
+def find_weight(key: Tensor) -> tuple[WeightBank, Weight]:
+    """The bank and the weight in it whose `scale_inv` is `key`."""
+    bank = find_bank(key)
     return bank, bank.weights[(int(key.storage_offset()) % bank._numbers.shape[1]) // SPACING]
 
 

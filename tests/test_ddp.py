@@ -238,6 +238,58 @@ def check_unequal_models(rank: int) -> None:
     optimizer.step()
 
 
+def check_compiled(rank: int, level: str) -> None:
+    """Inside DDP and around it, the compiler changes no bit of what eager DDP computes."""
+    runs = []
+    for how in ("eager", "outside", "inside"):
+        torch._dynamo.reset()
+        torch.manual_seed(rank)
+        model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+        model, optimizer = ampplug.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), level)
+        inner = torch.compile(model, fullgraph=True, backend="aot_eager") if how == "inside" else model
+        wrapped = nn.parallel.DistributedDataParallel(inner)
+        forward = torch.compile(wrapped, backend="aot_eager") if how == "outside" else wrapped
+        losses = []
+        for t in range(3):
+            loss = forward(batch(rank, t)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach().reshape(1))
+        state = everything(wrapped if how != "inside" else nn.ModuleDict({"module": model}), optimizer)
+        runs.append((torch.cat(losses), state))
+        assert agree(state), (level, how)
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True)), level
+
+
+def check_compiled_adversaries(rank: int) -> None:
+    """A discriminator that is stepped between the generator's forward and backward, each compiled in its own DDP: as in eager mode."""
+    runs = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(rank)
+        pair, wrapped, optimizers = [nn.Linear(32, 32), nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16))], [], []
+        for model in pair:
+            model, optimizer = ampplug.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+            inner = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+            wrapped.append(nn.parallel.DistributedDataParallel(inner))
+            optimizers.append(optimizer)
+        (generator, discriminator), losses = wrapped, []
+        for t in range(3):
+            fake = generator(batch(rank, t))
+            (discriminator(fake.detach()).square().mean() - discriminator(batch(rank, 50 + t)).mean()).backward()
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+            loss = discriminator(fake).square().mean()
+            loss.backward()
+            optimizers[0].step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            losses.append(loss.detach().reshape(1))
+        runs.append(torch.cat([*losses, *[p.detach().float().flatten() for model in pair for p in model.parameters()]]))
+    assert torch.equal(*runs)
+
+
 def worker(rank: int, path: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -261,6 +313,8 @@ def worker(rank: int, path: str) -> None:
     check_sharded_parameters_are_refused(rank)
     check_broadcast_is_seen(rank)
     check_unequal_models(rank)
+    check_compiled(rank, "O2")
+    check_compiled_adversaries(rank)
     dist.destroy_process_group()
 
 

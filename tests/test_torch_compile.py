@@ -60,9 +60,8 @@ def train(model, optimizer, forward, steps: int = 4, autocast: bool = False) -> 
         seen.append(forward(x).clone())
     model.train()
     book = model[0].up._ampplug.book
-    if book is not None:  # of layers that cast; eager mode spares siblings their cast
-        casting = [i for i, name in enumerate(book.names) if "gate.x" not in name and "up.x" not in name]
-        seen.append(book.history[casting].clone())
+    if book is not None:
+        seen.append(book.history.clone())
     return [*seen, *[p.detach().clone() for p in model.parameters()]]
 
 

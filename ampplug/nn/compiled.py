@@ -3,10 +3,14 @@
 Eager mode does not come here: dispatching an operator costs more than a launch. An operator knows its slot or weight by a tensor that it is
 given as a key (a one-element view of the ScaleBook's scales, of the WeightBank's inverse scales): the compiler then has nothing to guard but
 ordinary tensors, and layers of the same shape share one graph. That a cast raises the slot's recorded amax is not declared to the compiler:
-functionalization would copy the arrays around every cast, and the record is a maximum, to which neither order nor repetition matters.
+functionalization would copy the arrays around every cast, and the record is a maximum, to which neither order nor repetition matters. Casts with
+the same arguments, those of siblings, are one to the compiler.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +20,36 @@ from ampplug.nn.gemm import scaled_mm
 from ampplug.nn.linear_function import LinearState, Operand, cast_weight, fp8_linear, quantize
 from ampplug.nn.swiglu_function import fp8_swiglu, gradients, hidden
 from ampplug.scaling import ScaleBook, find_book
-from ampplug.storage import find_weight
+from ampplug.storage import find_bank, find_weight
+
+_library = torch.library.Library("ampplug", "FRAGMENT")
 
 
-@torch.library.custom_op("ampplug::cast", mutates_args=())
+class _Operator:
+    """A function as the operator `torch.ops.ampplug.name`. It makes its outputs anew and changes no argument.
+
+    As `torch.library.custom_op`, whose calls through several layers of Python cost the host four times as much.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any]):
+        self._name = name
+        _library.define(name + torch.library.infer_schema(function, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,))
+        for key in ("CompositeExplicitAutograd", "CPU", "CUDA"):  # the first for devices of all other kinds
+            _library.impl(name, function, key)
+
+    def register_fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What comes out, as the compiler is told: shapes, dtypes and strides."""
+        return torch.library.register_fake(f"ampplug::{self._name}", function, lib=_library)
+
+
+def operator(name: str) -> Callable[[Callable[..., Any]], _Operator]:
+    """Decorator that makes an `_Operator`."""
+    return lambda function: _Operator(name, function)
+
+
+@operator("cast")
 def cast_op(x: Tensor, key: Tensor, gradient: bool, rows: bool, transpose: bool, delayed: bool, record: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """`quantize` of x [M, K] for the slot (or, with current scaling, the weight) of `key`. What is not asked for comes back empty."""
+    """`quantize` of x [M, K] for the slot (or, with current scaling, the bank) of `key`. What is not asked for comes back empty."""
     book, slot, power_of_two = _slot(key)
     dtype = formats.E5M2 if gradient else formats.E4M3
     q, qt, scale_inv = quantize(x, book, slot, power_of_two, dtype, rows, transpose, delayed, record)
@@ -33,7 +61,7 @@ def _(x: Tensor, key: Tensor, gradient: bool, rows: bool, transpose: bool, delay
     return _empty(x, formats.E5M2 if gradient else formats.E4M3, rows, transpose)
 
 
-@torch.library.custom_op("ampplug::weight_matmul", mutates_args=())
+@operator("weight_matmul")
 def weight_matmul(
     q: Tensor, scale_inv: Tensor, weight: Tensor, key: Tensor, transposed: bool, backward: bool, training: bool, out_dtype: torch.dtype
 ) -> Tensor:
@@ -50,7 +78,7 @@ def _(
     return q.new_empty(q.shape[0], (columns + 15) // 16 * 16, dtype=out_dtype)
 
 
-@torch.library.custom_op("ampplug::matmul", mutates_args=())
+@operator("matmul")
 def matmul(a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out_dtype: torch.dtype) -> Tensor:
     """`scaled_mm` with the accurate accumulator: the weight gradient."""
     return scaled_mm(a, b, a_scale_inv, b_scale_inv, out_dtype, fast=False)
@@ -62,15 +90,15 @@ def _(a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out_dtype:
 
 
 def _slot(key: Tensor) -> tuple[ScaleBook | None, int, bool]:
-    """(book, slot, power_of_two) of a key; the key of a weight has no book."""
+    """(book, slot, power_of_two) of a key; that of a bank has no book."""
     book, slot = find_book(key)
     if book is None:
-        return None, -1, find_weight(key)[0].power_of_two
+        return None, -1, find_bank(key).power_of_two
     book.poll()
     return book, slot, book.power_of_two
 
 
-@torch.library.custom_op("ampplug::swiglu", mutates_args=())
+@operator("swiglu")
 def swiglu_op(a: Tensor, b: Tensor, key: Tensor, transpose: bool, delayed: bool, record: bool) -> tuple[Tensor, Tensor, Tensor]:
     """`nn.swiglu_function.hidden` for the slot of `key`."""
     book, slot, power_of_two = _slot(key)
@@ -84,7 +112,7 @@ def _(a: Tensor, b: Tensor, key: Tensor, transpose: bool, delayed: bool, record:
     return _empty(a, formats.E4M3, True, transpose)
 
 
-@torch.library.custom_op("ampplug::swiglu_backward", mutates_args=())
+@operator("swiglu_backward")
 def swiglu_backward_op(
     dh: Tensor, a: Tensor, b: Tensor, gate_key: Tensor, up_key: Tensor, rows: bool, transpose: bool, delayed: bool, record: bool, h_inv: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -125,12 +153,12 @@ def _operand(weight: Tensor, key: Tensor, transposed: bool, training: bool) -> O
 
 
 class _TracedLinear(torch.autograd.Function):
-    """x [M, K] -> [M, N]. The keys of x and dy are None with current scaling."""
+    """x [M, K] -> [M, N]. dy's key is None with current scaling: x's serves."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, x_key, dy_key, key, transposed, need_x, need_weight, training, record, out_dtype):  # type: ignore[no-untyped-def]
-        x8, x8t, x_inv = torch.ops.ampplug.cast(x, key if x_key is None else x_key, False, True, need_weight, training, record)
-        ctx.save_for_backward(x8t, x_inv, weight, key, *(() if dy_key is None else (dy_key,)))
+        x8, x8t, x_inv = torch.ops.ampplug.cast(x, x_key, False, True, need_weight, training, record)
+        ctx.save_for_backward(x8t, x_inv, weight, key, x_key if dy_key is None else dy_key)
         ctx.transposed, ctx.need_x, ctx.need_weight, ctx.training, ctx.record = transposed, need_x, need_weight, training, record
         ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
         y = torch.ops.ampplug.weight_matmul(x8, x_inv, weight, key, transposed, False, training, out_dtype)
@@ -141,37 +169,44 @@ class _TracedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        x8t, x_inv, weight, key, *dy_key = ctx.saved_tensors
+        x8t, x_inv, weight, key, dy_key = ctx.saved_tensors
         dx = dw = db = None
         rows, columns = weight.shape
-        dy8, dy8t, dy_inv = torch.ops.ampplug.cast(dy, dy_key[0] if dy_key else key, True, ctx.need_x, ctx.need_weight, ctx.training, ctx.record)
+        if ctx.need_x or ctx.need_weight:
+            dy8, dy8t, dy_inv = torch.ops.ampplug.cast(dy, dy_key, True, ctx.need_x, ctx.need_weight, ctx.training, ctx.record)
         if ctx.need_x:
             dx = torch.ops.ampplug.weight_matmul(dy8, dy_inv, weight, key, ctx.transposed, True, ctx.training, ctx.x_dtype)
-            dx = dx[:, : rows if ctx.transposed else columns]
+            dx = _cut(dx, dx.shape[0], rows if ctx.transposed else columns)
         if ctx.need_weight:
             if ctx.transposed:
                 dw = torch.ops.ampplug.matmul(x8t, dy8t, x_inv, dy_inv, weight.dtype)
             else:
                 dw = torch.ops.ampplug.matmul(dy8t, x8t, dy_inv, x_inv, weight.dtype)
-            dw = dw[:rows, :columns]
+            dw = _cut(dw, rows, columns)
         if ctx.bias_dtype is not None:
             db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return dx, dw, db, None, None, None, None, None, None, None, None, None
 
 
+def _cut(padded: Tensor, rows: int, columns: int) -> Tensor:
+    """Without the padding, if there is any."""
+    return padded if padded.shape == (rows, columns) else padded[:rows, :columns]
+
+
 class _TracedSwiGLU(torch.autograd.Function):
-    """x [M, K] -> [M, K16]. keys: of x's slot, of h's, of the output gradients' of gate, up and down, or None each; then of the three weights."""
+    """x [M, K] -> [M, K16]. keys: of x's slot, of h's, of the output gradients' of gate, up and down, or with current scaling None but x's;
+    then of the three weights."""
 
     @staticmethod
     def forward(ctx, x, gate, up, down, x_key, h_key, gate_dy, up_dy, down_dy, gate_key, up_key, down_key, need, training, record, out_dtype):  # type: ignore[no-untyped-def]
         ops = torch.ops.ampplug
         need_x, need_gate, need_up, need_down = need
-        x8, x8t, x_inv = ops.cast(x, gate_key if x_key is None else x_key, False, True, need_gate or need_up, training, record)
+        x8, x8t, x_inv = ops.cast(x, x_key, False, True, need_gate or need_up, training, record)
         a = ops.weight_matmul(x8, x_inv, gate, gate_key, False, False, training, out_dtype)
         b = ops.weight_matmul(x8, x_inv, up, up_key, False, False, training, out_dtype)
         before = need_x or need_gate or need_up
-        h8, h8t, h_inv = ops.swiglu(a, b, down_key if h_key is None else h_key, need_down and not before, training, record)
-        slots = () if x_key is None else (gate_dy, up_dy, down_dy)
+        h8, h8t, h_inv = ops.swiglu(a, b, x_key if h_key is None else h_key, need_down and not before, training, record)
+        slots = (x_key,) * 3 if h_key is None else (gate_dy, up_dy, down_dy)
         ctx.save_for_backward(x8t, x_inv, a, b, h8t, h_inv, gate, up, down, gate_key, up_key, down_key, *slots)
         ctx.need, ctx.training, ctx.record, ctx.x_dtype = need, training, record, x.dtype
         return ops.weight_matmul(h8, h_inv, down, down_key, False, False, training, out_dtype)
@@ -179,8 +214,7 @@ class _TracedSwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
         ops = torch.ops.ampplug
-        x8t, x_inv, a, b, h8t, h_inv, gate, up, down, gate_key, up_key, down_key, *slots = ctx.saved_tensors
-        gate_dy, up_dy, down_dy = slots or (gate_key, up_key, down_key)
+        x8t, x_inv, a, b, h8t, h_inv, gate, up, down, gate_key, up_key, down_key, gate_dy, up_dy, down_dy = ctx.saved_tensors
         need_x, need_gate, need_up, need_down = ctx.need
         before = need_x or need_gate or need_up
         rows, columns = gate.shape
@@ -212,7 +246,7 @@ def traced_swiglu(x, weights, states, training):  # type: ignore[no-untyped-def]
     out_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     need = tuple(grad and t.requires_grad for t in (x, *weights))
     y = _TracedSwiGLU.apply(
-        x.reshape(-1, x.shape[-1]), *weights, g.x_key, d.x_key, g.dy_key, u.dy_key, d.dy_key, g.key, u.key, d.key,
+        x.reshape(-1, x.shape[-1]), *weights, g.x_key, None if d.book is None else d.x_key, g.dy_key, u.dy_key, d.dy_key, g.key, u.key, d.key,
         need, training, training and grad, out_dtype,
     )  # fmt: skip
     n = weights[2].shape[0]

@@ -18,7 +18,7 @@ from ampplug import formats
 from ampplug.kernels.cast import cast, partial_amax
 from ampplug.nn.gemm import scaled_mm
 from ampplug.scaling import ScaleBook
-from ampplug.storage import Weight, WeightBank
+from ampplug.storage import Weight, WeightBank, key_of
 
 
 class Operand(NamedTuple):
@@ -41,17 +41,25 @@ class LinearState:
     transposed: bool  # the parameter is [K, N] (Hugging Face's Conv1D)
 
     def __post_init__(self) -> None:
+        self.own_slot = self.x_slot  # of x, were there no siblings
         self.make_keys()
 
     def make_keys(self) -> None:
-        """Tensors by which the operators of compiled models find weight and slots (None without a book); again after a move to another device.
+        """Tensors by which the operators of compiled models find weight and slots; again after a move to another device.
 
-        Plain attributes: what the compiler would compute here, it would make a constant of the graph, one for each layer. And `.data`, which has a
-        version of its own: updates of the arrays between forward and backward are no fault to autograd.
+        Plain attributes: what the compiler would compute here, it would make a constant of the graph, one for each layer. Siblings hold the same
+        object, by which the compiler sees that it is one cast. Without a book it is the bank's for all, and none for dy: no autograd function may
+        be given the same tensor twice.
         """
-        self.key = self.weight.scale_inv.data
-        self.x_key = None if self.book is None else self.book.scale_views[self.x_slot].data
-        self.dy_key = None if self.book is None else self.book.scale_views[self.dy_slot].data
+        self.key = key_of(self.weight.scale_inv)
+        self.x_key = self.bank.key if self.book is None else self.book.keys[self.x_slot]
+        self.dy_key = None if self.book is None else self.book.keys[self.dy_slot]
+
+    def join(self, slot: int) -> None:
+        """Scale the input by another layer's slot from now on, and record there: a sibling, which is given the same input."""
+        if self.book is not None and slot != self.x_slot:
+            self.x_slot = self.book.uses[self.own_slot] = slot
+            self.x_key = self.book.keys[slot]
 
     def __deepcopy__(self, memo: dict) -> LinearState:
         """A copy computes the same and is independent of the original: its own bank with this weight alone, its own scales."""
@@ -68,14 +76,17 @@ class LinearState:
             if w.fresh:
                 mine.mark_fresh()
             memo[(id(self.bank), w.index)] = bank
-        return LinearState(copy.deepcopy(self.book, memo), self.x_slot, self.dy_slot, bank, bank.weights[0], self.transposed)
+        other = LinearState(copy.deepcopy(self.book, memo), self.own_slot, self.dy_slot, bank, bank.weights[0], self.transposed)
+        other.join(self.x_slot)
+        return other
 
     def __reduce__(self) -> tuple:
         """Pickled as a copy of its own, not with the arenas of the whole model; `__setstate__` of the layer rebinds the weight."""
         w = self.weight
         # as bytes: pickle outside torch.save cannot read FP8 tensors back
         tensors = {name: getattr(w, name).clone().view(torch.uint8) for name in ("w8", "w8t", "amax", "scale", "scale_inv")}
-        return _rebuild, (self.book, self.x_slot, self.dy_slot, w.name, tuple(w.param.shape), tensors, self.bank.power_of_two, self.transposed)
+        slots = self.own_slot, self.x_slot, self.dy_slot
+        return _rebuild, (self.book, slots, w.name, tuple(w.param.shape), tensors, self.bank.power_of_two, self.transposed)
 
     def rebind(self, param: Tensor) -> None:
         """Attach an unpickled state to its layer's weight."""
@@ -120,8 +131,7 @@ def cast_weight(weight: Tensor, transposed: bool, power_of_two: bool) -> Operand
 
 def _rebuild(
     book: ScaleBook | None,
-    x_slot: int,
-    dy_slot: int,
+    slots: tuple[int, int, int],
     name: str,
     shape: tuple[int, int],
     tensors: dict[str, Tensor],
@@ -133,7 +143,9 @@ def _rebuild(
     for key, value in tensors.items():
         target = getattr(w, key)
         target.view(torch.uint8).copy_(value)
-    return LinearState(book, x_slot, dy_slot, bank, w, transposed)
+    state = LinearState(book, slots[0], slots[2], bank, w, transposed)
+    state.join(slots[1])
+    return state
 
 
 class _Shared(NamedTuple):
@@ -149,6 +161,7 @@ class _Shared(NamedTuple):
     x8: Tensor
     x8t: Tensor | None
     scale_inv: Tensor
+    slot: int
 
 
 class Call(NamedTuple):
@@ -164,9 +177,13 @@ class Call(NamedTuple):
 
 
 def quantize(
-    x: Tensor, book: ScaleBook | None, slot: int, power_of_two: bool, dtype: torch.dtype, rows: bool, transpose: bool, delayed: bool, record: bool
-) -> tuple[Any, Any, Tensor]:
-    """FP8 of an activation or output gradient [M, *]: by the slot's scale if `delayed` (in training) and there is a book, else by its own amax."""
+    x: Tensor, book: ScaleBook | None, slot: int, power_of_two: bool, dtype: torch.dtype, rows: bool, transpose: bool, delayed: bool, record: bool,
+    scratch: int | None = None,
+) -> tuple[Any, Any, Tensor]:  # fmt: skip
+    """FP8 of an activation or output gradient [M, *]: by the slot's scale if `delayed` (in training) and there is a book, else by its own amax.
+
+    scratch: the slot whose counters the kernel uses, if not `slot`: layers that share a slot may cast on several streams at once.
+    """
     if book is None or not delayed:
         return cast(x, dtype, partials=partial_amax(x), rows=rows, transpose=transpose, power_of_two=power_of_two)
     return cast(
@@ -175,36 +192,35 @@ def quantize(
         scale=book.scale_views[slot],
         partials=None if book.known[slot] else partial_amax(x),
         record=book.amax_views[slot] if record else None,
-        scratch=book.scratch_views[slot],
+        scratch=book.scratch_views[slot if scratch is None else scratch],
         rows=rows,
         transpose=transpose,
         power_of_two=power_of_two,
     )
 
 
-def quantize_for(x: Tensor, call: Call, slot: int, dtype: torch.dtype, rows: bool, transpose: bool) -> tuple[Any, Any, Tensor]:
+def quantize_for(
+    x: Tensor, call: Call, slot: int, dtype: torch.dtype, rows: bool, transpose: bool, scratch: int | None = None
+) -> tuple[Any, Any, Tensor]:
     """`quantize` in a slot of the call's layer."""
     state = call.state
-    return quantize(x, state.book, slot, state.bank.power_of_two, dtype, rows, transpose, call.training, call.record)
+    return quantize(x, state.book, slot, state.bank.power_of_two, dtype, rows, transpose, call.training, call.record, scratch)
 
 
 def cast_input(matrix: Tensor, call: Call, transpose: bool) -> tuple[Tensor, Tensor | None, Tensor]:
     """The input in FP8: a sibling's cast of it, if there is one, else its own, which is left for siblings."""
-    state, book = call.state, call.state.book
+    state = call.state
     if not call.training:
         return quantize_for(matrix, call, state.x_slot, formats.E4M3, True, transpose)
     shared, x = state.bank.shared, call.origin()
     if x is not None and x.is_inference():  # it has no version
         x = None
     stream = torch._C._cuda_getCurrentRawStream(matrix.device.index) if matrix.is_cuda else 0
-    known = shared is not None and x is not None and shared.x() is x and (shared.version, shared.stream) == (x._version, stream)
-    if known and (shared.x8t is not None or not transpose):
-        if book is not None:
-            book.follow(state.x_slot)
-        return shared.x8, shared.x8t if transpose else None, shared.scale_inv
-    if book is not None and not book.known[state.x_slot]:
-        book.lead(state.x_slot)
-    x8, x8t, x_inv = quantize_for(matrix, call, state.x_slot, formats.E4M3, True, transpose)
+    if shared is not None and x is not None and shared.x() is x and (shared.version, shared.stream) == (x._version, stream):
+        state.join(shared.slot)
+        if shared.x8t is not None or not transpose:
+            return shared.x8, shared.x8t if transpose else None, shared.scale_inv
+    x8, x8t, x_inv = quantize_for(matrix, call, state.x_slot, formats.E4M3, True, transpose, state.own_slot)
     if x is not None:
         bank = state.bank
 
@@ -212,7 +228,7 @@ def cast_input(matrix: Tensor, call: Call, transpose: bool) -> tuple[Tensor, Ten
             if bank.shared is not None and bank.shared.x is gone:
                 bank.shared = None
 
-        bank.shared = _Shared(weakref.ref(x, forget), x._version, stream, x8, x8t, x_inv)
+        bank.shared = _Shared(weakref.ref(x, forget), x._version, stream, x8, x8t, x_inv, state.x_slot)
     return x8, x8t, x_inv
 
 

@@ -32,8 +32,6 @@ class _Fp8SwiGLU(torch.autograd.Function):
         need_gate, need_up, need_down = ctx.needs_input_grad[1:4]
         matrix = x.reshape(-1, x.shape[-1])
         x8, x8t, x_inv = cast_input(matrix, block.gate, need_gate or need_up)
-        if block.up.training and block.up.state.book is not None:
-            block.up.state.book.follow(block.up.state.x_slot)
         a, b = (scaled_mm(x8, c.operand.forward, x_inv, c.operand.scale_inv, c.out_dtype, fast=True) for c in (block.gate, block.up))
         # the transpose of h is left to backward, which has a and b in its hands again, unless nothing before the last layer is trained
         h8, h8t, h_inv = _hidden(a, b, block.down, need_down and not any(ctx.needs_input_grad[:3]))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ampplug import formats
 from ampplug.config import Config
+from ampplug.convert import share_slots
 from ampplug.entry import warn_emulation
 from ampplug.integrations.deepspeed.attachment import Attachment
 from ampplug.kernels.triton_runtime import on_gpu
@@ -84,6 +85,7 @@ class Gathered(Attachment):
             layer.__class__ = conv1d_class(type(layer)) if transposed else Linear
             layer._ampplug = GatheredState(self.book, 2 * i, 2 * i + 1, self.bank, weight, transposed)  # type: ignore[assignment]
             self.elements += shape_of(layer.weight).numel()
+        share_slots(module, plan)
         self.count = len(plan.converted)
 
     def announcement(self, engine: Any) -> str:
