@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ampplug import formats
 from ampplug.optim.base import LowBitOptimizer, decode_moments, owner_of
-from ampplug.scaling import ScaleBook
+from ampplug.scaling import ScaleBook, load_scales
 from ampplug.storage import WeightBank
 
 
@@ -31,7 +31,7 @@ def add_scales_to_state(optimizer: torch.optim.Optimizer, book: ScaleBook | None
     def load(_: Any, state_dict: dict[str, Any]) -> None:
         own = state_dict.get("ampplug")
         if own is not None and own["book"] is not None:
-            book.load_state_dict(own["book"])
+            load_scales(book, own["book"])
 
     optimizer.register_state_dict_post_hook(save)
     optimizer.register_load_state_dict_pre_hook(load)

@@ -11,6 +11,7 @@ asynchronously that a slot has its scale, and only then leaves the launch that c
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -184,6 +185,19 @@ class ScaleBook:
         self._count_known()
         self._ask()
         return missing
+
+
+def load_scales(book: ScaleBook, state: dict[str, Any]) -> None:
+    """`book.load_state_dict`, and one warning where run and checkpoint do not have the same FP8 layers."""
+    missing = book.load_state_dict(state)
+    unused = sorted(set(state["slots"]) - set(book.names))
+    parts = []
+    if missing:
+        parts.append(f"it has no scales for {len(missing)} of {len(book.names)} slots ({missing[0]!r}, ...), which scale just in time until their first update")
+    if unused:
+        parts.append(f"its scales of {len(unused)} slots ({unused[0]!r}, ...) have no FP8 layer here")
+    if parts:
+        warnings.warn(f"ampplug: state_dict: {'; '.join(parts)}", stacklevel=3)
 
 
 _books: weakref.WeakValueDictionary[int, ScaleBook] = weakref.WeakValueDictionary()

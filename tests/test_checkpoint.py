@@ -5,6 +5,7 @@ import io
 import pickle
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -424,3 +425,19 @@ def test_names_without_wrappers(level):
     assert all(s["ampplug"]["book"]["slots"] == states[0]["ampplug"]["book"]["slots"] for s in states)
     if level == "O2":
         assert all(s["ampplug"]["weights"]["names"] == states[0]["ampplug"]["weights"]["names"] for s in states)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_scales_of_other_layers_are_told(level):
+    """Resumed with another selection of layers. expect: one warning that names both kinds; with the same selection none."""
+    model, optimizer = net(), None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ampplug.initialize(model, optimizer, level, select=["0"])
+    other = net()
+    other_optimizer = torch.optim.AdamW(other.parameters(), lr=1e-2)
+    ampplug.initialize(other, other_optimizer, level, select=["2"])
+    with pytest.warns(UserWarning, match="no scales for 2 of 2 slots .'2.x'.*scales of 2 slots .'0.dy'"):
+        other_optimizer.load_state_dict(optimizer.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.load_state_dict(optimizer.state_dict())

@@ -16,7 +16,7 @@ from torch import Tensor
 from ampplug import formats
 from ampplug.distributed.replicas import Replicas
 from ampplug.optim.state import AdamState, Record
-from ampplug.scaling import ScaleBook
+from ampplug.scaling import ScaleBook, load_scales
 from ampplug.storage import SPACING, Weight, WeightBank, matrix_shape
 
 
@@ -267,7 +267,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
                 g["decoupled_weight_decay"] = True
         own = state_dict.get("ampplug")
         if own is not None and self._book is not None and own["book"] is not None:
-            self._book.load_state_dict(own["book"])
+            load_scales(self._book, own["book"])
         from_o2 = own is not None and "weights" in own  # O1's has the scales of inputs and output gradients alone
         if own is not None and from_o2:
             self._low_bit.seed = own["seed"]
