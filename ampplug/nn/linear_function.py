@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ampplug import formats
 from ampplug.kernels.cast import cast, partial_amax
+from ampplug.nn.fp32_gradient import HALF, stand_in
 from ampplug.nn.gemm import scaled_mm
 from ampplug.scaling import ScaleBook
 from ampplug.storage import Weight, WeightBank
@@ -39,6 +40,7 @@ class LinearState:
     bank: WeightBank
     weight: Weight
     transposed: bool  # the parameter is [K, N] (Hugging Face's Conv1D)
+    fp32_gradient: bool = False  # gradients of weight and bias are fp32, whatever they are themselves
 
     def __post_init__(self) -> None:
         self.make_keys()
@@ -50,6 +52,7 @@ class LinearState:
         version of its own: updates of the arrays between forward and backward are no fault to autograd.
         """
         self.key = self.weight.scale_inv.data
+        self.sink = stand_in(self.weight) if self.fp32_gradient and self.weight.param.dtype in HALF else None
         self.x_key = None if self.book is None else self.book.scale_views[self.x_slot].data
         self.dy_key = None if self.book is None else self.book.scale_views[self.dy_slot].data
 
@@ -68,14 +71,19 @@ class LinearState:
             if w.fresh:
                 mine.mark_fresh()
             memo[(id(self.bank), w.index)] = bank
-        return LinearState(copy.deepcopy(self.book, memo), self.x_slot, self.dy_slot, bank, bank.weights[0], self.transposed)
+        book = copy.deepcopy(self.book, memo)
+        return LinearState(book, self.x_slot, self.dy_slot, bank, bank.weights[0], self.transposed, self.fp32_gradient)
 
     def __reduce__(self) -> tuple:
         """Pickled as a copy of its own, not with the arenas of the whole model; `__setstate__` of the layer rebinds the weight."""
         w = self.weight
         # as bytes: pickle outside torch.save cannot read FP8 tensors back
         tensors = {name: getattr(w, name).clone().view(torch.uint8) for name in ("w8", "w8t", "amax", "scale", "scale_inv")}
-        return _rebuild, (self.book, self.x_slot, self.dy_slot, w.name, tuple(w.param.shape), tensors, self.bank.power_of_two, self.transposed)
+        return _rebuild, (self.book, self.x_slot, self.dy_slot, w.name, tuple(w.param.shape), tensors, self.bank.power_of_two, self.transposed, self.fp32_gradient)
+
+    def gradient_dtype(self, p: Tensor) -> torch.dtype:
+        """Of the gradient of a weight or bias `p`."""
+        return torch.float32 if self.fp32_gradient else p.dtype
 
     def rebind(self, param: Tensor) -> None:
         """Attach an unpickled state to its layer's weight."""
@@ -127,13 +135,14 @@ def _rebuild(
     tensors: dict[str, Tensor],
     power_of_two: bool,
     transposed: bool,
+    fp32_gradient: bool = False,
 ) -> LinearState:
     bank = WeightBank([(name, torch.empty(shape, device=tensors["w8"].device))], tensors["w8"].device, power_of_two)
     w = bank.weights[0]
     for key, value in tensors.items():
         target = getattr(w, key)
         target.view(torch.uint8).copy_(value)
-    return LinearState(book, x_slot, dy_slot, bank, w, transposed)
+    return LinearState(book, x_slot, dy_slot, bank, w, transposed, fp32_gradient)
 
 
 class _Shared(NamedTuple):
@@ -233,7 +242,7 @@ class _Fp8Linear(torch.autograd.Function):
         # the weight itself is saved only so that autograd notices if it is changed before backward
         ctx.save_for_backward(x8t, x_inv, weight)
         ctx.call = call
-        ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
+        ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else call.state.gradient_dtype(bias)
         return y
 
     @staticmethod
@@ -252,10 +261,11 @@ class _Fp8Linear(torch.autograd.Function):
             k = weight.shape[0] if call.state.transposed else weight.shape[1]
             dx = (dx if dx.shape[1] == k else dx[:, :k]).reshape(*dy.shape[:-1], k)
         if need_weight:
+            dtype = call.state.gradient_dtype(weight)
             if call.state.transposed:  # [K, N]; the GEMM takes at most one E5M2 operand, on either side
-                dw = scaled_mm(x8t, dy8t, x_inv, dy_inv, weight.dtype, fast=False)
+                dw = scaled_mm(x8t, dy8t, x_inv, dy_inv, dtype, fast=False)
             else:
-                dw = scaled_mm(dy8t, x8t, dy_inv, x_inv, weight.dtype, fast=False)
+                dw = scaled_mm(dy8t, x8t, dy_inv, x_inv, dtype, fast=False)
             if dw.shape != weight.shape:
                 dw = dw[: weight.shape[0], : weight.shape[1]].contiguous()
         if need_bias:

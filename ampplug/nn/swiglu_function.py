@@ -58,14 +58,14 @@ class _Fp8SwiGLU(torch.autograd.Function):
         dy8, dy8t, dy_inv = quantize_for(matrix, block.down, block.down.state.dy_slot, formats.E5M2, before, need_down)
         dx = d_gate = d_up = d_down = None
         if need_down:
-            d_down = _cut(scaled_mm(dy8t, h8t, dy_inv, h_inv, down.dtype, fast=False), down)
+            d_down = _cut(scaled_mm(dy8t, h8t, dy_inv, h_inv, block.down.state.gradient_dtype(down), fast=False), down)
         if before:
             dh = scaled_mm(dy8, block.down.operand.backward, dy_inv, block.down.operand.scale_inv, a.dtype, fast=False)
             da, db = _gradients(dh, a, b, block, need_x, need_gate or need_up)
             if need_gate:
-                d_gate = _cut(scaled_mm(da[1], x8t, da[2], x_inv, gate.dtype, fast=False), gate)  # type: ignore[arg-type]
+                d_gate = _cut(scaled_mm(da[1], x8t, da[2], x_inv, block.gate.state.gradient_dtype(gate), fast=False), gate)  # type: ignore[arg-type]
             if need_up:
-                d_up = _cut(scaled_mm(db[1], x8t, db[2], x_inv, up.dtype, fast=False), up)  # type: ignore[arg-type]
+                d_up = _cut(scaled_mm(db[1], x8t, db[2], x_inv, block.up.state.gradient_dtype(up), fast=False), up)  # type: ignore[arg-type]
             if need_x:
                 parts = [
                     scaled_mm(d[0], c.operand.backward, d[2], c.operand.scale_inv, ctx.x_dtype, fast=False)  # type: ignore[arg-type]
