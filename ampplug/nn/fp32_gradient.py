@@ -35,7 +35,7 @@ def _set_gradient(p: Tensor, grad: Tensor | None, dtype: torch.dtype) -> None:
 
 
 def stand_in(weight: Any) -> Tensor:
-    """A tensor [N, K] of one fp32 element whose gradient becomes that of `weight.param`, as if autograd had put it there, hooks included.
+    """A tensor [N, K] of one fp32 element whose gradient becomes that of `weight.param`, as if autograd had put it there, hooks after it included.
 
     weight: a `storage.Weight`, whose parameter may be another tensor later on.
     """
@@ -45,9 +45,6 @@ def stand_in(weight: Any) -> Tensor:
     def hand_over(sink: Tensor) -> None:
         p, grad = weight.param, sink.grad
         sink.grad = None
-        for hook in (getattr(p, "_backward_hooks", None) or {}).values():
-            changed = hook(grad)
-            grad = grad if changed is None else changed
         assert grad is not None
         if p.grad is None:
             p.grad = grad.to(p.grad_dtype or grad.dtype)  # type: ignore[attr-defined]
