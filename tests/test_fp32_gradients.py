@@ -48,16 +48,21 @@ def test_1024_ones_are_1024(level, backend, n):
 def test_compiled_gradients_are_not_rounded_to_bf16():
     """The compiler traces a backward pass whose gradients have the parameters' dtype; the optimizers' hooks see the fp32 ones all the same."""
     grads, seen = [], []
+
+    def look(p):
+        if p.grad is not None:  # compiled, it is called without one, too
+            seen.append(p.grad.dtype)
+
     for backend in (None, "aot_eager"):
         model, optimizer = make(sizes=(24, 40, 16))
-        model[0].weight.register_post_accumulate_grad_hook(lambda p: p.grad is not None and seen.append(p.grad.dtype))  # compiled, it is called without one, too
+        model[0].weight.register_post_accumulate_grad_hook(look)
         run = torch.compile(model, backend=backend, fullgraph=True) if backend else model
         for seed in range(2):
             torch.manual_seed(seed)
             run(torch.randn(32, 24, dtype=BF16)).float().square().sum().backward()
         grads.append([p.grad for p in model.parameters()])
         optimizer.step()
-    assert seen == [FP32] * 4
+    assert set(seen) == {FP32} and len(seen) >= 4
     for a, b in zip(*grads, strict=True):
         assert a.dtype == b.dtype == FP32 and (a - b).norm() < 1e-2 * a.norm()
     weights = [g[i] for g in grads for i in (0, 2)]

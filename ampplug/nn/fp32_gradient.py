@@ -35,7 +35,8 @@ def _set_gradient(p: Tensor, grad: Tensor | None, dtype: torch.dtype) -> None:
 
 
 def stand_in(weight: Any) -> Tensor:
-    """A tensor [N, K] of one fp32 element whose gradient becomes that of `weight.param`, as if autograd had put it there, hooks after it included.
+    """A tensor [N, K] of one fp32 element whose gradient becomes that of `weight.param`, as if autograd had put it there. Its post-accumulate hooks
+    are called then; autograd calls them, too, when it finds that the compiled graph gives the weight itself no gradient.
 
     weight: a `storage.Weight`, whose parameter may be another tensor later on.
     """

@@ -79,7 +79,8 @@ class LinearState:
         w = self.weight
         # as bytes: pickle outside torch.save cannot read FP8 tensors back
         tensors = {name: getattr(w, name).clone().view(torch.uint8) for name in ("w8", "w8t", "amax", "scale", "scale_inv")}
-        return _rebuild, (self.book, self.x_slot, self.dy_slot, w.name, tuple(w.param.shape), tensors, self.bank.power_of_two, self.transposed, self.fp32_gradient)
+        flags = self.bank.power_of_two, self.transposed, self.fp32_gradient
+        return _rebuild, (self.book, self.x_slot, self.dy_slot, w.name, tuple(w.param.shape), tensors, *flags)
 
     def gradient_dtype(self, p: Tensor) -> torch.dtype:
         """Of the gradient of a weight or bias `p`."""
