@@ -41,7 +41,9 @@ bench:
 ifdef GPU
 	@$(MAKE) --no-print-directory $(READY)
 	$(BIN)/python benchmarks/kernels.py
-	$(BIN)/python benchmarks/train_step.py
+	-for batch in 1 8; do for modes in bf16,o1,o2 bf16,te bf16,torchao; do \
+		$(BIN)/python benchmarks/train_step.py --micro-batch $$batch --modes $$modes; done; done
+	$(BIN)/python benchmarks/train_step.py --summary
 else
 	@echo "make bench needs an NVIDIA GPU of compute capability 8.9 or higher; nvidia-smi finds none here" >&2
 	@exit 1

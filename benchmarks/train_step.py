@@ -304,7 +304,7 @@ def main() -> int:
     (out / name).write_text(json.dumps(content, indent=1) + "\n")
     print(report.text([content]))
     report.plot([content], out / name.replace(".json", ".png"))
-    return 0 if rows and all(row["counts"] for row in rows) else 1
+    return 0 if all(row["counts"] for row in rows) else 1
 
 
 if __name__ == "__main__":
