@@ -12,7 +12,7 @@ help:
 	@echo "make demo   set up, train a small GPT in BF16 and in FP8 on real text, compare"
 	@echo "make test   set up, lint, check types, run all tests (those of the GPU too where there is one)"
 	@echo "make lint   set up, lint and check types only"
-	@echo "make bench  benchmarks of the kernels and of a whole training step (needs a GPU with FP8 units)"
+	@echo "make bench  benchmarks of the kernels and of a whole training step, also by other libraries (needs a GPU with FP8 units)"
 	@echo "make clean  remove the virtual environment and what runs left"
 
 $(READY): pyproject.toml constraints-cpu.txt
