@@ -10,6 +10,7 @@ from typing import Any
 LEVELS = ("O0", "O1", "O2")
 BACKENDS = ("auto", "native")
 RECIPES = ("delayed", "current")
+GRAD_DTYPES = (None, "fp32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,10 @@ class Config:
     """Run feed-forward blocks `down(silu(gate(x)) * up(x))` as one, the activation in FP8 from where it is made. Experimental: blocks are found by
     a trial that modules which compute something else can pass (clamps out of its range, a last layer of zeros, 16-bit weights). See docs/speed.md."""
 
+    grad_dtype: str | None = None
+    """Dtype of gradients: None, the parameter's; "fp32" for all, for long accumulation: a bf16 sum of ones stops at 256. Weight gradients then leave
+    their FP8 product in fp32. Where parameters are 16-bit it needs torch 2.10 or later, takes 2 bytes a parameter more, and DDP does not take it."""
+
     seed: int = 0
     """Seed of the stochastic rounding of the moments. Must be the same on all ranks."""
 
@@ -49,6 +54,7 @@ class Config:
         _one_of("opt_level", self.opt_level, LEVELS)
         _one_of("backend", self.backend, BACKENDS)
         _one_of("recipe", self.recipe, RECIPES)
+        _one_of("grad_dtype", self.grad_dtype, GRAD_DTYPES)
         if isinstance(self.select, str):
             if self.select not in ("auto", "all"):
                 raise ValueError(
@@ -80,13 +86,13 @@ class Config:
         return cls(**settings)
 
 
-def _nearest(found: str, legal: Sequence[str]) -> str:
-    lower = {name.lower(): name for name in legal}
+def _nearest(found: str, legal: Sequence[str | None]) -> str:
+    lower = {name.lower(): name for name in legal if name is not None}
     match = difflib.get_close_matches(found.lower(), list(lower), 1, 0.5)
     return f" (did you mean {lower[match[0]]!r}?)" if match else ""
 
 
-def _one_of(key: str, value: Any, legal: Sequence[str]) -> None:
+def _one_of(key: str, value: Any, legal: Sequence[str | None]) -> None:
     if value not in legal:
         hint = _nearest(value, legal) if isinstance(value, str) else f" (a {type(value).__name__})"
         raise ValueError(f"{key}={value!r} is not legal{hint}; legal values are {', '.join(map(repr, legal))}")

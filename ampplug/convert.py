@@ -66,7 +66,7 @@ def convert_layers(model: nn.Module, plan: Plan, device: torch.device) -> tuple[
         weight = module._parameters.get("weight")
         entry = bank.weights[index[id(module.weight if weight is None else weight)]]
         module.__class__ = conv1d_class(type(module)) if transposed else Linear
-        module._ampplug = LinearState(book, 2 * i, 2 * i + 1, bank, entry, transposed)
+        module._ampplug = LinearState(book, 2 * i, 2 * i + 1, bank, entry, transposed, config.grad_dtype == "fp32")
     share_slots(model, plan)
     for name, children in plan.blocks.items():
         fuse(modules[name], children)

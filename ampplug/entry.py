@@ -15,6 +15,7 @@ from ampplug.config import Config
 from ampplug.convert import convert_layers, split_parameters
 from ampplug.distributed.replicas import Replicas
 from ampplug.kernels.triton_runtime import on_gpu
+from ampplug.nn.fp32_gradient import round_for_step, supported, widen
 from ampplug.optim.adamw import LOW_BIT
 from ampplug.optim.base import LowBitOptimizer, check_group, check_moments, check_parameter
 from ampplug.planning import Plan, make_plan
@@ -56,7 +57,7 @@ def initialize(
         use_te: MS-AMP's spelling of the Transformer Engine backend, which this version does not have; None or False.
         process_group: the data-parallel group whose ranks share scales. None: the default group, if there is one at the first step; False: none.
         config: a `Config` or a dict of its fields, in place of keyword arguments or beside them; a setting given in both must be the same.
-        settings: further fields of `Config`: history, margin, power_of_two, fuse, seed.
+        settings: further fields of `Config`: history, margin, power_of_two, fuse, grad_dtype, seed.
 
     Raises:
         ValueError, TypeError, RuntimeError: naming the argument, what was found and what is legal, before anything is changed.
@@ -67,6 +68,7 @@ def initialize(
     _check_device(model, optimizers)
     plan = _plan(model, optimizers, resolved)
     _check_wrapper(model, plan)
+    _check_gradients(model, plan)
     if resolved.opt_level == "O0":
         logger.info("%s", plan)
         return model, optimizer
@@ -237,6 +239,18 @@ def _check_wrapper(model: nn.Module, plan: Plan) -> None:
                 )
 
 
+def _check_gradients(model: nn.Module, plan: Plan) -> None:
+    """Whether torch, and what wraps the model, take gradients of another dtype than the parameter's."""
+    wide = [p for p in plan.parameters if p.grad_dtype != p.after]
+    if not wide:
+        return
+    what = f"grad_dtype='fp32': parameter {wide[0].name!r} is {wide[0].after} at {plan.config.opt_level}"
+    if not supported():
+        raise ValueError(f"{what}; that needs Tensor.grad_dtype, which torch {torch.__version__} lacks (2.10 or later); O1 with fp32 parameters needs none")
+    if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules()):
+        raise ValueError(f"{what}; the buckets of DistributedDataParallel take gradients of the parameter's dtype only; use O1 with fp32 parameters")
+
+
 _warned: set[str] = set()
 
 
@@ -260,8 +274,12 @@ def _convert(model: nn.Module, optimizers: list[Any], plan: Plan, device: torch.
     extra = [p for p in _all_parameters(model, optimizers) if id(p) not in in_model]
     if config.opt_level == "O1":
         bank, book = convert_layers(model, plan, device)
+        if config.grad_dtype == "fp32":
+            widen([*model.parameters(), *extra])
         bank.refresh()
         for o in optimizers:
+            if config.grad_dtype == "fp32":
+                round_for_step(o)
             _attach(o, bank, book, replicas)
         return
     saved = [o.state_dict() if o.state else None for o in optimizers]
@@ -271,6 +289,8 @@ def _convert(model: nn.Module, optimizers: list[Any], plan: Plan, device: torch.
         become_low_bit(o, bank, book, replicas, remainders, device, config)
         if state is not None:  # trained before: its fp32 moments go on
             o.load_state_dict(state)
+    if config.grad_dtype == "fp32":
+        widen([*model.parameters(), *extra])
     bank.refresh()
     for module in model.modules():
         if any(p is not None and p.dtype == torch.bfloat16 for p in module._parameters.values()):

@@ -25,7 +25,7 @@ EAGER_STEPS_DDP = 11
 PATIENCE = 20  # eager steps at most while slots without a scale remain: layers that are never used, steps that are skipped
 
 
-def capture(step: Callable[..., Any], model: nn.Module, optimizer: Any) -> CapturedStep:
+def capture(step: Callable[..., Any], model: nn.Module, optimizer: Any, *, pool: Any = None) -> CapturedStep:
     """Make `step` run as one CUDA graph: `fast = ampplug.capture(step, model, optimizer)`, then `loss = fast(batch)` instead of `step(batch)`.
 
     Args:
@@ -33,6 +33,7 @@ def capture(step: Callable[..., Any], model: nn.Module, optimizer: Any) -> Captu
             backward, clipping, `optimizer.step()`. Any number of micro-batches. Schedulers stay outside: call `scheduler.step()` after it.
         model: the module that is trained (or its compiled or DDP wrapper).
         optimizer: the optimizer or the list of them that `step` steps.
+        pool: memory that several captured steps share (`torch.cuda.graph_pool_handle()`), as in `torch.cuda.graph`; None for its own.
 
     Returns:
         A callable with `step`'s arguments and result. Batches may lie on the CPU; their shapes and dtypes must not change. Results are fresh tensors.
@@ -53,16 +54,17 @@ def capture(step: Callable[..., Any], model: nn.Module, optimizer: Any) -> Captu
             raise TypeError(f"optimizer is a {type(o).__name__}; it must be a torch.optim.Optimizer or a list of them")
     if next(model.parameters(), None) is None:
         raise ValueError(f"model ({type(model).__name__}) has no parameters; it must be the module that the step trains")
-    return CapturedStep(step, model, optimizers)
+    return CapturedStep(step, model, optimizers, pool)
 
 
 class CapturedStep:
     """See `capture`. `graph` is None until the step is captured."""
 
-    def __init__(self, step: Callable[..., Any], model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]):
+    def __init__(self, step: Callable[..., Any], model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], pool: Any = None):
         self.step = step
         self.model = model
         self.optimizers = list(optimizers)
+        self._pool = pool
         self.graph: torch.cuda.CUDAGraph | None = None
         self._eager_calls = 0
         self._inputs: list[Any] | None = None  # the batch that the graph reads: leaves of the arguments
@@ -181,7 +183,7 @@ class CapturedStep:
         cause: Exception | None = None
         try:
             # other threads (a data loader that pins memory) may go on meanwhile
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 try:
                     self._result = self.step(*args, **kwargs)
                 except Exception as error:  # ending a spoilt recording raises another one, which says less

@@ -48,6 +48,7 @@ class ParameterPlan:
     fp8: bool  # has W8 and W8T
     stepped: bool  # by ampplug's optimizer
     trainable: bool
+    grad_dtype: torch.dtype
 
     @property
     def numel(self) -> int:
@@ -56,7 +57,7 @@ class ParameterPlan:
 
     def bytes_after(self) -> dict[str, float]:
         """Bytes an element, by kind."""
-        kinds = {"parameter": float(self.after.itemsize), "gradient": float(self.after.itemsize)}
+        kinds = {"parameter": float(self.after.itemsize), "gradient": float(self.grad_dtype.itemsize)}
         if self.fp8:
             kinds["FP8 copies"] = 2.0
         if self.stepped:
@@ -249,5 +250,7 @@ def make_plan(model: nn.Module, optimizer_parameters: Iterable[Tensor] | None, c
                 becomes, why = "fp32 master", "its own master" + (f"; also read by {others[0]}" if fp8 else "")
         elif config.opt_level == "O2" and not is_stepped:
             why = "not in the optimizer" if p.requires_grad else "frozen or not in the optimizer"
-        parameters.append(ParameterPlan(name, tuple(p.shape), p.dtype, after, becomes, why, fp8, is_stepped, p.requires_grad))
+        wide = config.grad_dtype == "fp32" and config.opt_level != "O0" and after in (torch.bfloat16, torch.float16)
+        grad_dtype = torch.float32 if wide else after
+        parameters.append(ParameterPlan(name, tuple(p.shape), p.dtype, after, becomes, why, fp8, is_stepped, p.requires_grad, grad_dtype))
     return Plan(config, tuple(layers), tuple(parameters), blocks, "cpu" if where.type == "meta" else where.type)

@@ -153,14 +153,14 @@ def _operand(weight: Tensor, key: Tensor, transposed: bool, training: bool) -> O
 
 
 class _TracedLinear(torch.autograd.Function):
-    """x [M, K] -> [M, N]. dy's key is None with current scaling: x's serves."""
+    """x [M, K] -> [M, N]. dy's key is None with current scaling: x's serves. sink, where it is given, takes the weight's gradient, in fp32."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, x_key, dy_key, key, transposed, need_x, need_weight, training, record, out_dtype):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, weight, bias, x_key, dy_key, key, transposed, need_x, need_weight, training, record, out_dtype, sink):  # type: ignore[no-untyped-def]
         x8, x8t, x_inv = torch.ops.ampplug.cast(x, x_key, False, True, need_weight, training, record)
         ctx.save_for_backward(x8t, x_inv, weight, key, x_key if dy_key is None else dy_key)
         ctx.transposed, ctx.need_x, ctx.need_weight, ctx.training, ctx.record = transposed, need_x, need_weight, training, record
-        ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
+        ctx.x_dtype, ctx.bias_dtype, ctx.sink = x.dtype, None if bias is None else bias.dtype, sink is not None
         y = torch.ops.ampplug.weight_matmul(x8, x_inv, weight, key, transposed, False, training, out_dtype)
         n = weight.shape[1 if transposed else 0]
         if y.shape[1] != n:
@@ -178,14 +178,16 @@ class _TracedLinear(torch.autograd.Function):
             dx = torch.ops.ampplug.weight_matmul(dy8, dy_inv, weight, key, ctx.transposed, True, ctx.training, ctx.x_dtype)
             dx = _cut(dx, dx.shape[0], rows if ctx.transposed else columns)
         if ctx.need_weight:
+            dtype = torch.float32 if ctx.sink else weight.dtype
             if ctx.transposed:
-                dw = torch.ops.ampplug.matmul(x8t, dy8t, x_inv, dy_inv, weight.dtype)
+                dw = torch.ops.ampplug.matmul(x8t, dy8t, x_inv, dy_inv, dtype)
             else:
-                dw = torch.ops.ampplug.matmul(dy8t, x8t, dy_inv, x_inv, weight.dtype)
+                dw = torch.ops.ampplug.matmul(dy8t, x8t, dy_inv, x_inv, dtype)
             dw = _cut(dw, rows, columns)
+        dw, dw32 = (None, dw) if ctx.sink else (dw, None)
         if ctx.bias_dtype is not None:
             db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return dx, dw, db, None, None, None, None, None, None, None, None, None
+        return dx, dw, db, None, None, None, None, None, None, None, None, None, dw32
 
 
 def _cut(padded: Tensor, rows: int, columns: int) -> Tensor:
@@ -279,6 +281,6 @@ def traced_linear(x, weight, bias, state, training):  # type: ignore[no-untyped-
     grad = torch.is_grad_enabled()
     y = _TracedLinear.apply(
         x.reshape(-1, k), weight, bias, state.x_key, state.dy_key, state.key, state.transposed, grad and x.requires_grad,
-        grad and weight.requires_grad, training, training and grad, out_dtype,
+        grad and weight.requires_grad, training, training and grad, out_dtype, state.sink if grad and weight.requires_grad else None,
     )  # fmt: skip
     return y.reshape(*x.shape[:-1], n)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ampplug import formats
 from ampplug.kernels.cast import cast, partial_amax
+from ampplug.nn.fp32_gradient import HALF, stand_in
 from ampplug.nn.gemm import scaled_mm
 from ampplug.scaling import ScaleBook
 from ampplug.storage import Weight, WeightBank, key_of
@@ -39,6 +40,7 @@ class LinearState:
     bank: WeightBank
     weight: Weight
     transposed: bool  # the parameter is [K, N] (Hugging Face's Conv1D)
+    fp32_gradient: bool = False  # gradients of weight and bias are fp32, whatever they are themselves
 
     def __post_init__(self) -> None:
         self.own_slot = self.x_slot  # of x, were there no siblings
@@ -52,6 +54,7 @@ class LinearState:
         be given the same tensor twice.
         """
         self.key = key_of(self.weight.scale_inv)
+        self.sink = stand_in(self.weight) if self.fp32_gradient and self.weight.param.dtype in HALF else None
         self.x_key = self.bank.key if self.book is None else self.book.keys[self.x_slot]
         self.dy_key = None if self.book is None else self.book.keys[self.dy_slot]
 
@@ -60,6 +63,10 @@ class LinearState:
         if self.book is not None and slot != self.x_slot:
             self.x_slot = self.book.uses[self.own_slot] = slot
             self.x_key = self.book.keys[slot]
+
+    def gradient_dtype(self, p: Tensor) -> torch.dtype:
+        """Of the gradient of a weight or bias `p`."""
+        return torch.float32 if self.fp32_gradient else p.dtype
 
     def __deepcopy__(self, memo: dict) -> LinearState:
         """A copy computes the same and is independent of the original: its own bank with this weight alone, its own scales."""
@@ -76,7 +83,8 @@ class LinearState:
             if w.fresh:
                 mine.mark_fresh()
             memo[(id(self.bank), w.index)] = bank
-        other = LinearState(copy.deepcopy(self.book, memo), self.own_slot, self.dy_slot, bank, bank.weights[0], self.transposed)
+        book = copy.deepcopy(self.book, memo)
+        other = LinearState(book, self.own_slot, self.dy_slot, bank, bank.weights[0], self.transposed, self.fp32_gradient)
         other.join(self.x_slot)
         return other
 
@@ -85,8 +93,8 @@ class LinearState:
         w = self.weight
         # as bytes: pickle outside torch.save cannot read FP8 tensors back
         tensors = {name: getattr(w, name).clone().view(torch.uint8) for name in ("w8", "w8t", "amax", "scale", "scale_inv")}
-        slots = self.own_slot, self.x_slot, self.dy_slot
-        return _rebuild, (self.book, slots, w.name, tuple(w.param.shape), tensors, self.bank.power_of_two, self.transposed)
+        slots, flags = (self.own_slot, self.x_slot, self.dy_slot), (self.bank.power_of_two, self.transposed, self.fp32_gradient)
+        return _rebuild, (self.book, slots, w.name, tuple(w.param.shape), tensors, *flags)
 
     def rebind(self, param: Tensor) -> None:
         """Attach an unpickled state to its layer's weight."""
@@ -137,13 +145,14 @@ def _rebuild(
     tensors: dict[str, Tensor],
     power_of_two: bool,
     transposed: bool,
+    fp32_gradient: bool = False,
 ) -> LinearState:
     bank = WeightBank([(name, torch.empty(shape, device=tensors["w8"].device))], tensors["w8"].device, power_of_two)
     w = bank.weights[0]
     for key, value in tensors.items():
         target = getattr(w, key)
         target.view(torch.uint8).copy_(value)
-    state = LinearState(book, slots[0], slots[2], bank, w, transposed)
+    state = LinearState(book, slots[0], slots[2], bank, w, transposed, fp32_gradient)
     state.join(slots[1])
     return state
 
@@ -249,7 +258,7 @@ class _Fp8Linear(torch.autograd.Function):
         # the weight itself is saved only so that autograd notices if it is changed before backward
         ctx.save_for_backward(x8t, x_inv, weight)
         ctx.call = call
-        ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
+        ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else call.state.gradient_dtype(bias)
         return y
 
     @staticmethod
@@ -268,10 +277,11 @@ class _Fp8Linear(torch.autograd.Function):
             k = weight.shape[0] if call.state.transposed else weight.shape[1]
             dx = (dx if dx.shape[1] == k else dx[:, :k]).reshape(*dy.shape[:-1], k)
         if need_weight:
+            dtype = call.state.gradient_dtype(weight)
             if call.state.transposed:  # [K, N]; the GEMM takes at most one E5M2 operand, on either side
-                dw = scaled_mm(x8t, dy8t, x_inv, dy_inv, weight.dtype, fast=False)
+                dw = scaled_mm(x8t, dy8t, x_inv, dy_inv, dtype, fast=False)
             else:
-                dw = scaled_mm(dy8t, x8t, dy_inv, x_inv, weight.dtype, fast=False)
+                dw = scaled_mm(dy8t, x8t, dy_inv, x_inv, dtype, fast=False)
             if dw.shape != weight.shape:
                 dw = dw[: weight.shape[0], : weight.shape[1]].contiguous()
         if need_bias:

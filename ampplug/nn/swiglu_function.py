@@ -61,9 +61,9 @@ class _Fp8SwiGLU(torch.autograd.Function):
             da, db, made = _gradients(dh, a, b, block, need_x, need_gate or need_up, h_inv if need_down else None)
             h8t = made if h8t is None else h8t
             if need_gate:
-                d_gate = _cut(scaled_mm(da[1], x8t, da[2], x_inv, gate.dtype, fast=False), gate)  # type: ignore[arg-type]
+                d_gate = _cut(scaled_mm(da[1], x8t, da[2], x_inv, block.gate.state.gradient_dtype(gate), fast=False), gate)  # type: ignore[arg-type]
             if need_up:
-                d_up = _cut(scaled_mm(db[1], x8t, db[2], x_inv, up.dtype, fast=False), up)  # type: ignore[arg-type]
+                d_up = _cut(scaled_mm(db[1], x8t, db[2], x_inv, block.up.state.gradient_dtype(up), fast=False), up)  # type: ignore[arg-type]
             if need_x:
                 parts = [
                     scaled_mm(d[0], c.operand.backward, d[2], c.operand.scale_inv, ctx.x_dtype, fast=False)  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ class _Fp8SwiGLU(torch.autograd.Function):
                 k = gate.shape[1]
                 dx = parts[0].add_(parts[1])[:, :k].reshape(*dy.shape[:-1], k)
         if need_down:
-            d_down = _cut(scaled_mm(dy8t, h8t, dy_inv, h_inv, down.dtype, fast=False), down)
+            d_down = _cut(scaled_mm(dy8t, h8t, dy_inv, h_inv, block.down.state.gradient_dtype(down), fast=False), down)
         return dx, d_gate, d_up, d_down, None
 
 

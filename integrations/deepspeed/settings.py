@@ -49,6 +49,8 @@ def _from_block(block: Any) -> Config | None:
         config = Config.from_dict({k: v for k, v in settings.items() if k != "enabled"})
     except (TypeError, ValueError) as error:
         raise type(error)(f"{KEY}: {error}") from None
+    if config.grad_dtype is not None:
+        raise ValueError(f"{KEY}: grad_dtype={config.grad_dtype!r} is not available under DeepSpeed, whose own data_types.grad_accum_dtype = 'fp32' does it")
     return config if enabled else None
 
 

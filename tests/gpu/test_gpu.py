@@ -308,3 +308,88 @@ def test_grad_scaler_trains():
     scaler.step(optimizer)
     scaler.update()
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)) and scaler.get_scale() == 512.0
+
+
+class _Block(nn.Module):
+    """RMSNorm, siblings, SwiGLU."""
+
+    def __init__(self, width: int = 512):
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up, self.down = nn.Linear(width, 2 * width, bias=False), nn.Linear(width, 2 * width, bias=False), nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x):
+        h = self.norm_1(x)
+        x = x + self.o(nn.functional.scaled_dot_product_attention(*(f(h).unflatten(-1, (8, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))).transpose(1, 2).flatten(2))
+        h = self.norm_2(x)
+        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("way", ["eager", "compile", "graph", "both"])
+def test_own_counter_equals_the_profilers_in_a_whole_step(level: str, way: str):
+    """A small Llama's step with clipping: every kernel of ours that the profiler sees, the counter saw, and no other. A replay launches from the host
+    nothing, and puts on the GPU what its recording counted."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(256, 512), _Block(), _Block(), nn.Linear(512, 256, bias=False)).to(DEVICE, torch.bfloat16)
+    options = {} if level == "O2" else dict(capturable=True)
+    model, optimizer = ampplug.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-4, **options), level, select=["1.*", "2.*"])
+    run = torch.compile(model) if way in ("compile", "both") else model
+
+    def step(ids):
+        optimizer.zero_grad()
+        loss = run(ids).float().square().mean()
+        loss.backward()
+        ampplug.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss.detach()
+
+    ids = torch.randint(0, 256, (2, 128), device=DEVICE)
+    fast = ampplug.capture(step, model, optimizer) if way in ("graph", "both") else step
+    recorded: dict[str, int] = {}
+    for _ in range(8):
+        before = launches.copy()
+        was_recorded = getattr(fast, "graph", None) is not None
+        fast(ids)
+        torch.cuda.synchronize()
+        if not was_recorded and getattr(fast, "graph", None) is not None:
+            recorded = dict(launches - before)
+    from torch.profiler import ProfilerActivity, profile
+
+    before = launches.copy()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
+        fast(ids)
+        torch.cuda.synchronize()
+    own = dict(launches - before)
+    names = [e.name for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    ours = {"partial_amax_kernel", "cast_kernel", "adam_step_kernel", "transpose_kernel", "norm_kernel", "scale_update_kernel", "weight_amax_kernel",
+            "weight_cast_kernel", "swiglu_kernel", "partial_amaxes_kernel", *recorded, *own}  # fmt: skip
+    seen = {name: names.count(name) for name in ours if name in names}
+    if way in ("graph", "both"):
+        assert fast.graph is not None and not own, own
+        assert seen == recorded, (seen, recorded)
+    else:
+        assert seen == own, (seen, own)
+    optimizing = sum(seen.get(n, 0) for n in ("norm_kernel", "adam_step_kernel", "transpose_kernel", "scale_update_kernel", "weight_amax_kernel", "weight_cast_kernel"))
+    assert optimizing <= 4, seen
+    assert seen["cast_kernel"] <= 14 + 14, seen  # at most two for each of the 14 layers
+
+
+@pytest.mark.parametrize("backend", [None, "inductor"])
+def test_fp32_gradients(backend):
+    """Summed in fp32, from GEMMs with fp32 output; the first one is the GEMM's own tensor; the step takes them."""
+    model, optimizer = start(mlp(256, 512, bias=False, dtype=torch.bfloat16), grad_dtype="fp32", power_of_two=True)
+    run = torch.compile(model, backend=backend) if backend else model
+    x = torch.ones(16, 256, device=DEVICE, dtype=torch.bfloat16)
+    for _ in range(300):
+        run(x).backward(torch.ones(16, 512, device=DEVICE, dtype=torch.bfloat16) / 16)
+    grad = model[0].weight.grad
+    assert grad.dtype == torch.float32 and (grad == 300).all()
+    before = model[0].weight.detach().clone()
+    ampplug.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    assert not torch.equal(before, model[0].weight)
+    optimizer.zero_grad()
+    names = profile_kernels(lambda: (optimizer.zero_grad(), run(x).backward(torch.ones(16, 512, device=DEVICE, dtype=torch.bfloat16))))
+    assert not [n for n in names if "Memcpy DtoD" in n], names
