@@ -86,8 +86,15 @@ def everything(engine, own: bool = False) -> torch.Tensor:
     if own:
         optimizer = engine.basic_optimizer
         parts += [p.detach() for g in optimizer.param_groups for p in g["params"]]
-        parts += [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+        parts += optimizer_state(optimizer)
     return torch.cat([p.contiguous().reshape(-1).view(torch.uint8) for p in parts])
+
+
+def optimizer_state(optimizer) -> list[torch.Tensor]:
+    """Codes, remainders, step counts and limits at O2; any other optimizer's tensors."""
+    if hasattr(optimizer, "_low_bit"):
+        return [*optimizer._low_bit.arenas, optimizer._low_bit.steps, optimizer._low_bit.limits]
+    return [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
 
 
 def agree(value: torch.Tensor) -> bool:
