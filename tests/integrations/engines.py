@@ -13,6 +13,9 @@ from torch import nn
 
 BATCH, CLIP = 16, 0.3
 
+# bf16 partitions: at O2 they are the model's own weights, with a 16-bit remainder
+NO_COPY = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+
 
 def make_model(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
@@ -64,6 +67,15 @@ def make_engine(stage: int, level: str | None, dtype: torch.dtype, accumulation:
         lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
         config=settings,
     )[0]
+
+
+def deepspeed_engine(model: nn.Module, settings: dict, optimizer=None):
+    """An engine with an optimizer of its configuration, or this one."""
+    import deepspeed
+
+    if optimizer is None:
+        return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)[0]
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
 
 
 def train(engine, steps, rank: int, dtype: torch.dtype, accumulation: int) -> None:
@@ -118,10 +130,11 @@ def outputs(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model(x).float()
 
 
-def spawn(check: Callable[[int, int, str], None], world: int) -> None:
-    """Run check(rank, world, a folder) in `world` processes; what fails there is raised here."""
+def spawn(check: Callable[[int, int, str], None], *worlds: int) -> None:
+    """Run check(rank, world, folder) in `world` processes, for one number of them after the other; what fails there is raised here."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_worker, (check, world, folder), nprocs=world)
+        for world in worlds:
+            mp.spawn(_worker, (check, world, folder), nprocs=world)
 
 
 def _worker(rank: int, check: Callable[[int, int, str], None], world: int, folder: str) -> None:
@@ -133,6 +146,6 @@ def _worker(rank: int, check: Callable[[int, int, str], None], world: int, folde
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiling it takes longer than all of these tests
     deepspeed.runtime.bf16_optimizer.see_memory_usage = lambda *_, **__: None  # a second an engine
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store{world}", rank=rank, world_size=world)
     check(rank, world, folder)
     dist.destroy_process_group()
