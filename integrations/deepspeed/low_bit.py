@@ -73,8 +73,6 @@ class Sharded(Attachment):
 
     def settle(self, engine: Any) -> None:
         """As the base class; the optimizer, whose parameters are now this rank's partitions, becomes ampplug's."""
-        if engine.optimizer is not engine.basic_optimizer:
-            keep_one_bf16_copy(engine.optimizer)
         super().settle(engine)
         self.optimizer = shard(engine, self.config.seed, self.config.power_of_two)
 
@@ -107,24 +105,32 @@ class ShardedGathered(Gathered):
 def shard(engine: Any, seed: int, power_of_two: bool) -> Partitioned:
     """Make the optimizer that steps this rank's partitions ampplug's, in place."""
     optimizer = engine.basic_optimizer
+    keep_one_copy(engine)
     become_partitioned(optimizer, layout_of(engine), seed, power_of_two)
     save_exact_masters(engine.optimizer, optimizer)
     return optimizer
 
 
-# ---------------------------------------------------------------- bf16 partitions with a remainder
+# ---------------------------------------------------------------- partitions and masters
 
 
-def keep_one_bf16_copy(zero: Any) -> None:
-    """Let a bf16 partition be the model's own memory: under ZeRO 1 and 2 DeepSpeed makes a copy, and copies it back after each step.
+def keep_one_copy(engine: Any) -> None:
+    """Let partitions of the model's own dtype be the model's own memory: DeepSpeed makes a copy, and copies it back after each step.
 
-    (Its copy back then copies onto itself, and at stage 3 it keeps one copy by itself.)
+    That copy then copies onto itself. So an fp32 engine has no second set of fp32 weights, and bf16 partitions need no more than their remainders.
     """
-    partitions = getattr(zero, "single_partition_of_fp32_groups", [])
-    for partition, flat, group in zip(partitions, getattr(zero, "parallel_partitioned_bit16_groups", []), zero.real_dp_process_group, strict=False):
-        if partition.dtype == torch.bfloat16:
-            partition.data = flat[dist.get_rank(group)]
-    if partitions:
+    zero = engine.optimizer
+    if engine.zero_optimization_partition_weights():
+        pairs = zip(zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True)
+    elif hasattr(zero, "bf16_groups"):  # BF16_Optimizer, whose partitions are fp32 and whose model is not
+        return
+    else:
+        own = (flat[dist.get_rank(group)] for flat, group in zip(zero.parallel_partitioned_bit16_groups, zero.real_dp_process_group, strict=True))
+        pairs = zip(zero.single_partition_of_fp32_groups, own, strict=True)
+    for partition, memory in pairs:
+        if partition.dtype == memory.dtype:
+            partition.data = memory
+    if hasattr(zero, "_link_all_hp_params"):
         zero._link_all_hp_params()
 
 

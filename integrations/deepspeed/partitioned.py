@@ -116,6 +116,7 @@ class Partitioned(LowBitOptimizer):
                 r.param.copy_(high)
                 assert r.master.low is not None
                 r.master.low.copy_(low)
+            for r in partition.records:  # at the end: they share the partition's version
                 r.master.mark_seen()
 
     @torch.no_grad()
