@@ -43,7 +43,7 @@ def _configure_with_arguments(original: Method) -> Method:
     def _configure_with_arguments(self: DeepSpeedEngine, args: Any, mpu: Any) -> None:
         settings = read_settings(self._config._param_dict)
         if settings is not None:
-            check_engine(self, settings)
+            check_engine(self)
             if self.client_optimizer is None and not self._config.optimizer_name:
                 warnings.warn("ampplug: the engine has no optimizer, so its model is left as it is", stacklevel=2)
         self._ampplug_settings = settings

@@ -131,7 +131,10 @@ def outputs(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def spawn(check: Callable[[int, int, str], None], *worlds: int) -> None:
-    """Run check(rank, world, folder) in `world` processes, for one number of them after the other; what fails there is raised here."""
+    """Run check(rank, world, folder) in `world` processes, for one number of them after the other; what fails there is raised here.
+
+    `check.without()`, if there is one, runs before ampplug.integrations.deepspeed is imported.
+    """
     with tempfile.TemporaryDirectory() as folder:
         for world in worlds:
             mp.spawn(_worker, (check, world, folder), nprocs=world)
@@ -142,10 +145,12 @@ def _worker(rank: int, check: Callable[[int, int, str], None], world: int, folde
     torch.set_num_threads(1)
     import deepspeed
 
-    import ampplug.integrations.deepspeed  # noqa: F401
-
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiling it takes longer than all of these tests
     deepspeed.runtime.bf16_optimizer.see_memory_usage = lambda *_, **__: None  # a second an engine
     dist.init_process_group("gloo", init_method=f"file://{folder}/store{world}", rank=rank, world_size=world)
+    if hasattr(check, "without"):
+        check.without()
+    import ampplug.integrations.deepspeed  # noqa: F401
+
     check(rank, world, folder)
     dist.destroy_process_group()

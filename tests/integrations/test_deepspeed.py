@@ -14,7 +14,23 @@ from torch import nn
 
 pytest.importorskip("deepspeed")
 
-from engines import ADAM, CLIP, NO_COPY, agree, batch, check_w8, configuration, deepspeed_engine, everything, loss_of, make_engine, make_model, outputs, spawn, train
+from engines import (
+    ADAM,
+    CLIP,
+    NO_COPY,
+    agree,
+    batch,
+    check_w8,
+    configuration,
+    deepspeed_engine,
+    everything,
+    loss_of,
+    make_engine,
+    make_model,
+    outputs,
+    spawn,
+    train,
+)
 
 STAGES, LEVELS, DTYPES, ACCUMULATION = (0, 1, 2), ("O1", "O2"), (torch.float32, torch.bfloat16), (1, 2)
 STEPS = 5
@@ -99,9 +115,30 @@ def check_independence(rank: int, world: int, folder: str, stage: int, dtype: to
         assert torch.equal(result, torch.load(where)), (stage, dtype, more)
 
 
+def check_world_size(rank: int, world: int, folder: str, stage: int) -> None:
+    """A checkpoint of one rank, on two: goes on without ZeRO, is refused with it, and its weights alone can be had."""
+    engine = make_engine(stage, "O2", torch.bfloat16, 1, seed=world)
+    where = f"{folder}/of-one-rank-{stage}"
+    if world == 1:
+        train(engine, range(3), rank, torch.bfloat16, 1)
+        engine.save_checkpoint(where, tag="t")
+        torch.save([p.detach() for p in engine.module.parameters()], where + ".pt")
+        return
+    if stage:
+        with pytest.raises(Exception, match="DP world size of 1 but the current world size is 2"):
+            engine.load_checkpoint(where, tag="t")
+    engine.load_checkpoint(where, tag="t", load_optimizer_states=stage == 0)
+    assert all(torch.equal(p, q) for p, q in zip(engine.module.parameters(), torch.load(where + ".pt")))
+    train(engine, range(3, 5), rank, torch.bfloat16, 1)
+    check_w8(engine)
+    assert agree(everything(engine))
+
+
 def check_cells(rank: int, world: int, folder: str) -> None:
     for stage, dtype, more in ((1, torch.float32, {}), (2, torch.bfloat16, {}), (1, torch.bfloat16, NO_COPY)):
         check_independence(rank, world, folder, stage, dtype, more)
+    for stage in (0, 2):
+        check_world_size(rank, world, folder, stage)
     for cell in itertools.product(STAGES, LEVELS, DTYPES, ACCUMULATION):
         try:
             check_cell(rank, world, *cell)

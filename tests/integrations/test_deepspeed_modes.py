@@ -161,7 +161,7 @@ def exact_weights(engine) -> list[torch.Tensor]:
     if hasattr(engine.optimizer, "fp32_groups"):  # DeepSpeed's wrapper of bf16
         return [p.detach().clone() for g in engine.optimizer.fp32_groups for p in g]
     exact = ampplug.fp32_state_dict(engine.module)
-    return [exact[name].float() for name, _ in engine.module.named_parameters()]
+    return [exact[name].float().clone() for name, _ in engine.module.named_parameters()]
 
 
 def check_with_and_without(rank: int, world: int, folder: str) -> None:
@@ -306,8 +306,24 @@ def in_two_processes(rank: int, world: int, folder: str) -> None:
         check(rank, world, folder)
 
 
+def check_import_forgotten() -> None:
+    """Nothing reads the block, nothing is said, and DeepSpeed trains as ever."""
+    import contextlib
+    import io
+    import sys
+
+    assert "ampplug.integrations.deepspeed" not in sys.modules
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        engine = build(make_model(), configuration(1, "O2", BF16, 1))
+        train(engine, range(1), 0, BF16, 1)
+    assert type(engine.module[0]) is nn.Linear and type(engine.basic_optimizer) is torch.optim.AdamW and "ampplug" not in said.getvalue()
+
+
 def in_one_process(rank: int, world: int, folder: str) -> None:
     check_refused(rank, world, folder)
+
+
+in_one_process.without = check_import_forgotten
 
 
 @pytest.mark.parametrize("check, world", [(in_two_processes, 2), (in_one_process, 1)])

@@ -7,7 +7,6 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from ampplug import formats
 from ampplug.config import Config
 from ampplug.distributed.replicas import Replicas
 from ampplug.entry import become_low_bit
