@@ -262,5 +262,7 @@ class AdamState:
         # a vector that does not fill its last row of 128 is one long row
         shape, top = ((rows, cols), r.top) if rows * cols == p.numel() else ((1, p.numel()), r.top.view(1, -1))
         fp8 = (None,) * 5 if w is None else (w.own_w8 if w.own_w8.shape == shape else w.own_w8.view(shape), w.amax, w.next_amax, w.scale, w.scale_inv)
-        return AdamTensor(p.view(shape), g.view(shape), None if low is None else low.view(shape), r.ratio.view(shape), r.v.view(shape),
-                          top, r.step, r.limit, r.key, *fp8, first=r.first)  # fmt: skip
+        tensor = AdamTensor(p.view(shape), g.view(shape), None if low is None else low.view(shape), r.ratio.view(shape), r.v.view(shape),
+                            top, r.step, r.limit, r.key, *fp8)  # fmt: skip
+        tensor.first = r.first
+        return tensor

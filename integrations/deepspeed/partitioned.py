@@ -158,9 +158,9 @@ class Partitioned(LowBitOptimizer):
             raise ValueError(f"state_dict: its parameter groups have {saved_sizes} partitions, this optimizer's have {sizes}")
         plan = []
         own = state_dict.get("ampplug") or {}
-        for g, saved_group in zip(partitions, saved_groups, strict=True):
+        for members, saved_group in zip(partitions, saved_groups, strict=True):
             check_group({**self.defaults, **saved_group}, "state_dict: " + type(self).__name__)
-            for partition, i in zip(g, saved_group["params"], strict=True):
+            for partition, i in zip(members, saved_group["params"], strict=True):
                 saved = state_dict["state"].get(i, {})
                 check_moments(saved, partition.tensor, f"state_dict: partition {i}")
                 if saved and not saved["exp_avg"].is_floating_point():
