@@ -52,7 +52,7 @@ _GRAD, _PARAM, _LOW = (tl.constexpr(COLUMN[c]) for c in ("grad", "param", "low")
 _RATIO, _V, _TOP, _W8 = (tl.constexpr(COLUMN[c]) for c in ("ratio", "v", "top", "w8"))
 _ROWS, _COLS, _NUMEL, _W8_STRIDE = (tl.constexpr(COLUMN[c]) for c in ("rows", "cols", "numel", "w8_stride"))
 _KIND, _GRAD_KIND, _ALIGNED = (tl.constexpr(COLUMN[c]) for c in ("kind", "grad_kind", "aligned"))
-_GROUP, _WEIGHT, _ORDINAL = (tl.constexpr(COLUMN[c]) for c in ("group", "weight", "ordinal"))
+_GROUP, _WEIGHT, _ORDINAL, _FIRST = (tl.constexpr(COLUMN[c]) for c in ("group", "weight", "ordinal", "first"))
 _LR, _LOG_BETA1, _LOG_BETA2 = (tl.constexpr(HYPER.index(h)) for h in ("lr", "log_beta1", "log_beta2"))
 _EPS, _WEIGHT_DECAY, _BOUND = (tl.constexpr(HYPER.index(h)) for h in ("eps", "weight_decay", "bound"))
 _LIMIT, _DECOUPLED, _MAXIMIZE = (tl.constexpr(HYPER.index(h)) for h in ("ratio_limit", "decoupled", "maximize"))
@@ -88,6 +88,7 @@ class AdamTensor:
     next_amax: Tensor | None = None  # fp32 [1], raised to the amax after it
     scale: Tensor | None = None  # fp32 [1], written
     scale_inv: Tensor | None = None
+    first: int = 0  # index in its parameter of the first element, where `param` is a part of one
 
 
 def predicted_scale(amax: Tensor, lr: float, weight_decay: float, decoupled: bool, bound: float, power_of_two: bool) -> Tensor:
@@ -137,7 +138,7 @@ def reference_adam_step(t: AdamTensor, hyper: Tensor, gradient_factor: Tensor | 
     p = p - lr * flat(update).clamp(-h["bound"], h["bound"])
 
     index = torch.arange(0, rows * cols, cols, device=p.device).view(rows, 1, 1) + torch.arange(v[0].numel(), device=p.device).view(v[0].shape)
-    random = formats.rounding_bits(seed, t.step[0], t.ordinal, index)
+    random = formats.rounding_bits(seed, t.step[0], t.ordinal, index + t.first)
     v_code, top = formats.encode_v(v, random)
     v_stored = formats.decode_v(v_code, top)
     ratio = m * v_stored.clamp(min=formats.SMALLEST_NORMAL).rsqrt()
@@ -216,6 +217,7 @@ def _step_chunk(
     tops = typed(tl.load(row + _TOP), tl.uint8, False)
     numel = tl.load(row + _NUMEL)
     ordinal = tl.load(row + _ORDINAL)
+    first_index = tl.load(row + _FIRST)
     # rounding bits: `formats.rounding_bits`
     key = mix(tl.full((), seed, tl.int32).to(tl.uint32) ^ tl.load(steps + tensor).to(tl.uint32)) + 0x9E3779B9
     key = mix(key ^ ordinal.to(tl.uint32)) + 0x9E3779B9
@@ -274,7 +276,7 @@ def _step_chunk(
         update = (m * m_factor) * reciprocal(square_root(v) * v_factor + eps)
         p = p * keep - tl.clamp(update, -reach32, reach32, propagate_nan=tl.PropagateNan.ALL)
 
-        group_start = start + r.to(tl.int64) * C
+        group_start = first_index + start + r.to(tl.int64) * C
         high = mix(key ^ (group_start >> 32).to(tl.uint32))
         first_word = group_start.to(tl.uint32) + high
         word = first_word[:, None, None] + 8 * tl.arange(0, BC // 8).to(tl.uint32)[None, :, None] + tl.arange(0, 8).to(tl.uint32)[None, None, :]

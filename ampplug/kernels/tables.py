@@ -29,7 +29,8 @@ COLUMNS = (
     "aligned",  # 1 where rows, addresses and strides allow 16-byte accesses
     "group",  # row of the hyperparameter table
     "weight",  # index in the weight bank, -1 for none
-    "ordinal",  # position in the optimizer, for the rounding bits
+    "ordinal",  # position of the parameter in the optimizer, for the rounding bits
+    "first",  # index in the parameter of the tensor's first element, for the rounding bits; 0 unless it is a part of one
 )
 COLUMN = {name: i for i, name in enumerate(COLUMNS)}
 WIDTH = len(COLUMNS)

@@ -336,8 +336,9 @@ def _ungrouped(x: Tensor, shape: torch.Size) -> Tensor:
 def encode_moments(record: Record, exp_avg: Tensor, exp_avg_sq: Tensor, seed: int) -> None:
     """Store fp32 moments of the parameter's shape as codes, with the stochastic rounding of a step."""
     v = _grouped(exp_avg_sq)
-    index = torch.arange(v.numel(), device=v.device).view(v.shape)
-    random = formats.rounding_bits(seed ^ 0x5EED, record.step[0], record.ordinal, index)
+    rows, cols = matrix_shape(exp_avg_sq.shape)
+    index = torch.arange(0, rows * cols, max(cols, 1), device=v.device).view(rows, 1, 1) + torch.arange(v[0].numel(), device=v.device).view(v[0].shape)
+    random = formats.rounding_bits(seed ^ 0x5EED, record.step[0], record.key, index + record.first)
     code, top = formats.encode_v(v, random)
     root = formats.decode_v(code, top).clamp(min=formats.SMALLEST_NORMAL).sqrt()
     ratio = formats.encode_ratio(_grouped(exp_avg) / root, record.limit, random)

@@ -30,6 +30,8 @@ class Record:
     top: Tensor  # uint8 [rows, groups]: exponents of v's groups
     step: Tensor  # int32 [1], view
     limit: Tensor  # fp32 [1], view: ratio limit that `ratio` was coded with
+    key: int  # of the rounding bits: `ordinal`, or that of the model's parameter of which `param` is a part
+    first: int = 0  # index in that parameter of the first element
 
 
 @dataclass(eq=False)
@@ -78,7 +80,7 @@ class AdamState:
         for i, (p, remainder, weight) in enumerate(parameters):
             master = weight.master if weight is not None else Master(p, None)
             nothing = torch.empty(0)
-            record = Record(p, first + i, master, weight, *(nothing,) * 5)
+            record = Record(p, first + i, master, weight, *(nothing,) * 5, first + i)
             self.records[id(p)] = record
             added.append(record)
             if p.dtype == torch.bfloat16:
@@ -192,7 +194,7 @@ class AdamState:
             for r in self.records.values():  # those in no group keep a row without gradient
                 row = table_row(r.param.detach(), r.weight, low=r.master.low if r.param.dtype == torch.bfloat16 else None)
                 row[COLUMN["ratio"]], row[COLUMN["v"]], row[COLUMN["top"]] = r.ratio.data_ptr(), r.v.data_ptr(), r.top.data_ptr()
-                row[COLUMN["ordinal"]] = r.ordinal
+                row[COLUMN["ordinal"]], row[COLUMN["first"]] = r.key, r.first
                 rows[r.ordinal] = row
                 shapes[r.ordinal] = row[COLUMN["rows"]], row[COLUMN["cols"]]
             for r, g, group in active:
@@ -260,5 +262,7 @@ class AdamState:
         # a vector that does not fill its last row of 128 is one long row
         shape, top = ((rows, cols), r.top) if rows * cols == p.numel() else ((1, p.numel()), r.top.view(1, -1))
         fp8 = (None,) * 5 if w is None else (w.own_w8 if w.own_w8.shape == shape else w.own_w8.view(shape), w.amax, w.next_amax, w.scale, w.scale_inv)
-        return AdamTensor(p.view(shape), g.view(shape), None if low is None else low.view(shape), r.ratio.view(shape), r.v.view(shape),
-                          top, r.step, r.limit, r.ordinal, *fp8)  # fmt: skip
+        tensor = AdamTensor(p.view(shape), g.view(shape), None if low is None else low.view(shape), r.ratio.view(shape), r.v.view(shape),
+                            top, r.step, r.limit, r.key, *fp8)  # fmt: skip
+        tensor.first = r.first
+        return tensor

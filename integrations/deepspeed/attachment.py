@@ -6,6 +6,7 @@ left to the optimizer, nor to a hook on it; it is made anew, in one batch for th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -61,12 +62,14 @@ class Attachment:
         if self.bank is not None:
             self.bank.refresh()
 
-    def before_step(self, engine: Any) -> None:
-        """The engine is about to clip and to step."""
+    def step(self, engine: Any, run: Callable[[], None]) -> None:
+        """Run the engine's step: it clips, steps and gathers its weights. Then the FP8 weights and the scales follow."""
+        run()
+        self._follow(skipped=bool(getattr(engine.optimizer, "overflow", False)))
 
     @torch.no_grad()
-    def after_step(self, *, skipped: bool) -> None:
-        """The engine has stepped and gathered its weights. skipped: it left them as they were, since a gradient was not finite."""
+    def _follow(self, *, skipped: bool) -> None:
+        """skipped: the engine left the weights as they were, since a gradient was not finite."""
         bank, book = self.bank, self.book
         if bank is None:
             return
@@ -77,6 +80,10 @@ class Attachment:
             self.replicas.reduce_amax(book.amax)
             # the amaxes of a step that was skipped are dropped with it
             book.update(bank, found_inf=torch.ones(1, device=book.device) if skipped else None)
+
+    def module_state(self, engine: Any, state: dict[str, Any]) -> dict[str, Any]:
+        """The model's part of a checkpoint, of the `state` that the engine has made of it."""
+        return state
 
     def state_dict(self) -> dict[str, Any]:
         """{"version", "opt_level", "book"}: level and scales; the same on all ranks."""

@@ -7,8 +7,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ampplug.config import Config
-
 TESTED = ("0.19.8",)
 
 # methods of the engine that `check_engine` asks
@@ -39,15 +37,13 @@ def check_version(version: str, engine_class: type, methods: Mapping[str, Sequen
         warnings.warn(f"ampplug: DeepSpeed {version} was not tested. {advice}", stacklevel=3)
 
 
-def check_engine(engine: Any, config: Config) -> None:
+def check_engine(engine: Any) -> None:
     """ValueError, naming the mode, unless an engine of this configuration trains as it should. Reads the configuration alone."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     if type(engine) is not DeepSpeedEngine:
         raise ValueError(f"ampplug does not train under {type(engine).__name__}; it takes DeepSpeed's plain engine (no pipeline, no hybrid engine)")
-    stage = int(engine.zero_optimization_stage())
     for refused, what in (
-        (stage > 2 and config.opt_level == "O2", f"ZeRO stage {stage} at opt_level O2 (zero_optimization.stage); O1 does, and O2 at stages 0, 1 and 2"),
         (engine.fp16_enabled(), 'FP16 ("fp16"); BF16 ("bf16") and FP32 work'),
         (engine.torch_autocast_enabled(), 'torch autocast ("torch_autocast"); use "bf16"'),
         (_offloads(engine.zero_offload_optimizer()), "offloaded optimizer states (zero_optimization.offload_optimizer)"),

@@ -1,4 +1,4 @@
-"""O1 under ZeRO 3: weights exist only while their layer runs, so they are cast inside the call, and nothing in FP8 is kept of them.
+"""FP8 layers under ZeRO 3: weights exist only while their layer runs, so they are cast inside the call, and nothing in FP8 is kept of them.
 
 Forward and backward each see the weight gathered anew; both cast it with the scale of its own amax, which gives the same numbers. Between them a
 layer keeps its FP8 input, as always, and one inverse scale.
@@ -92,7 +92,7 @@ class Gathered(Attachment):
         """As the base class."""
         total = sum(shape_of(p).numel() for p in engine.module.parameters())
         return (
-            f"ampplug is active: opt_level O1, ZeRO stage 3, {self.count} weights with {self.elements:,} of {total:,} parameters in FP8, "
+            f"ampplug is active: opt_level {self.config.opt_level}, ZeRO stage 3, {self.count} weights with {self.elements:,} of {total:,} parameters in FP8, "
             f"recipe {self.config.recipe}"
         )
 

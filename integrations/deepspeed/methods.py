@@ -18,7 +18,7 @@ from ampplug.entry import initialize
 from ampplug.integrations.deepspeed.attachment import Attachment
 from ampplug.integrations.deepspeed.checks import ASKED, check_engine, check_parallelism, check_version
 from ampplug.integrations.deepspeed.gathered import Gathered
-from ampplug.integrations.deepspeed.low_bit import Sharded, Whole
+from ampplug.integrations.deepspeed.low_bit import Sharded, ShardedGathered, Whole
 from ampplug.integrations.deepspeed.optimizers import adam_configuration, adam_of
 from ampplug.integrations.deepspeed.settings import KEY, read_settings
 
@@ -43,7 +43,7 @@ def _configure_with_arguments(original: Method) -> Method:
     def _configure_with_arguments(self: DeepSpeedEngine, args: Any, mpu: Any) -> None:
         settings = read_settings(self._config._param_dict)
         if settings is not None:
-            check_engine(self, settings)
+            check_engine(self)
             if self.client_optimizer is None and not self._config.optimizer_name:
                 warnings.warn("ampplug: the engine has no optimizer, so its model is left as it is", stacklevel=2)
         self._ampplug_settings = settings
@@ -68,8 +68,8 @@ def _configure_optimizer(original: Method) -> Method:
         if settings.opt_level == "O2":
             client_optimizer = adam_of(self, client_optimizer, model_parameters)
             kind = Sharded if self.zero_optimization() else Whole
-        elif self.zero_optimization_partition_weights():
-            kind = Gathered
+        if self.zero_optimization_partition_weights():
+            kind = ShardedGathered if settings.opt_level == "O2" else Gathered
         attachment = kind(self, settings)
         attachment.convert(self.module, client_optimizer)
         self._ampplug_attachment = attachment
@@ -85,11 +85,10 @@ def _take_model_step(original: Method) -> Method:
 
     def _take_model_step(self: DeepSpeedEngine, lr_kwargs: Any) -> None:
         attachment = attachment_of(self)
-        if attachment is not None:
-            attachment.before_step(self)
-        original(self, lr_kwargs)
-        if attachment is not None:
-            attachment.after_step(skipped=bool(getattr(self.optimizer, "overflow", False)))
+        if attachment is None:
+            original(self, lr_kwargs)
+        else:
+            attachment.step(self, lambda: original(self, lr_kwargs))
 
     return _take_model_step
 
@@ -133,8 +132,10 @@ def _common_checkpoint_state(original: Method) -> Method:
     """Checkpoints carry the scales, under the same key as the configuration."""
 
     def _common_checkpoint_state(self: DeepSpeedEngine, module_state_dict: Any, zero_optimizer_state: Any, save_frozen_param: Any) -> dict[str, Any]:
-        state = original(self, module_state_dict, zero_optimizer_state, save_frozen_param)
         attachment = attachment_of(self)
+        if attachment is not None and module_state_dict is not None:
+            module_state_dict = attachment.module_state(self, module_state_dict)
+        state = original(self, module_state_dict, zero_optimizer_state, save_frozen_param)
         if attachment is not None:
             state[KEY] = attachment.state_dict()
         return state

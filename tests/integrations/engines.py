@@ -13,6 +13,9 @@ from torch import nn
 
 BATCH, CLIP = 16, 0.3
 
+# bf16 partitions: at O2 they are the model's own weights, with a 16-bit remainder
+NO_COPY = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+
 
 def make_model(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
@@ -66,6 +69,15 @@ def make_engine(stage: int, level: str | None, dtype: torch.dtype, accumulation:
     )[0]
 
 
+def deepspeed_engine(model: nn.Module, settings: dict, optimizer=None):
+    """An engine with an optimizer of its configuration, or this one."""
+    import deepspeed
+
+    if optimizer is None:
+        return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)[0]
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
+
+
 def train(engine, steps, rank: int, dtype: torch.dtype, accumulation: int) -> None:
     for t in steps:
         for micro in range(accumulation):
@@ -86,8 +98,15 @@ def everything(engine, own: bool = False) -> torch.Tensor:
     if own:
         optimizer = engine.basic_optimizer
         parts += [p.detach() for g in optimizer.param_groups for p in g["params"]]
-        parts += [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+        parts += optimizer_state(optimizer)
     return torch.cat([p.contiguous().reshape(-1).view(torch.uint8) for p in parts])
+
+
+def optimizer_state(optimizer) -> list[torch.Tensor]:
+    """Codes, remainders, step counts and limits at O2; any other optimizer's tensors."""
+    if hasattr(optimizer, "_low_bit"):
+        return [*optimizer._low_bit.arenas, optimizer._low_bit.steps, optimizer._low_bit.limits]
+    return [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
 
 
 def agree(value: torch.Tensor) -> bool:
@@ -111,10 +130,14 @@ def outputs(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model(x).float()
 
 
-def spawn(check: Callable[[int, int, str], None], world: int) -> None:
-    """Run check(rank, world, a folder) in `world` processes; what fails there is raised here."""
+def spawn(check: Callable[[int, int, str], None], *worlds: int) -> None:
+    """Run check(rank, world, folder) in `world` processes, for one number of them after the other; what fails there is raised here.
+
+    `check.without()`, if there is one, runs before ampplug.integrations.deepspeed is imported.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_worker, (check, world, folder), nprocs=world)
+        for world in worlds:
+            mp.spawn(_worker, (check, world, folder), nprocs=world)
 
 
 def _worker(rank: int, check: Callable[[int, int, str], None], world: int, folder: str) -> None:
@@ -122,10 +145,12 @@ def _worker(rank: int, check: Callable[[int, int, str], None], world: int, folde
     torch.set_num_threads(1)
     import deepspeed
 
-    import ampplug.integrations.deepspeed  # noqa: F401
-
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiling it takes longer than all of these tests
     deepspeed.runtime.bf16_optimizer.see_memory_usage = lambda *_, **__: None  # a second an engine
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store{world}", rank=rank, world_size=world)
+    if hasattr(check, "without"):
+        check.without()
+    import ampplug.integrations.deepspeed  # noqa: F401
+
     check(rank, world, folder)
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""ZeRO 3 at O1 under the real DeepSpeed: weights are gathered for each layer, cast within the call, and nothing in FP8 is kept of them."""
+"""ZeRO 3 under the real DeepSpeed: weights are gathered for each layer, cast within the call, and nothing in FP8 is kept of them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import nn
 
 pytest.importorskip("deepspeed")
 
-from engines import ADAM, CLIP, agree, batch, configuration, loss_of, make_model, spawn, train
+from engines import ADAM, CLIP, NO_COPY, agree, batch, configuration, loss_of, make_model, optimizer_state, spawn, train
 
 
-def build(dtype: torch.dtype, accumulation: int, seed: int = 0, partitioned: bool = False, level: str | None = "O1", wrap=lambda model: model, **more):
+def build(dtype: torch.dtype, accumulation: int, seed: int = 0, partitioned: bool = False, level: str | None = "O1", wrap=lambda model: model, zero=None, **more):
     """partitioned: made so from the start, by `zero.Init`."""
     import deepspeed
 
     settings = configuration(3, level, dtype, accumulation, **more)
-    settings["zero_optimization"] = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    settings["zero_optimization"] = {"stage": 3, "stage3_param_persistence_threshold": 0, **(zero or {})}
     settings["optimizer"] = {"type": "AdamW", "params": {**ADAM, "torch_adam": True}}
     with deepspeed.zero.Init(config_dict_or_path=settings, enabled=partitioned):
         model = wrap(make_model(seed))
@@ -38,8 +38,8 @@ def scales(engine) -> torch.Tensor:
     return torch.cat([book.scale, book.history.flatten(), book.position.float()])
 
 
-def check_cell(rank: int, world: int, dtype: torch.dtype, accumulation: int, partitioned: bool) -> None:
-    engine = build(dtype, accumulation, partitioned=partitioned)
+def check_cell(rank: int, world: int, level: str, dtype: torch.dtype, accumulation: int, partitioned: bool, **more) -> None:
+    engine = build(dtype, accumulation, partitioned=partitioned, level=level, **more)
     assert all(type(engine.module[i]).__module__.startswith("ampplug") for i in (0, 2, 4)) and engine.module[0].weight.numel() == 0
     plain, first = make_model(), gathered(engine.module)
     with torch.no_grad():
@@ -72,17 +72,22 @@ def check_cell(rank: int, world: int, dtype: torch.dtype, accumulation: int, par
         assert (engine(x.to(dtype)).float() - plain(x)).norm() < 0.1 * plain(x).norm()
     state = engine.module[0]._ampplug
     assert not state.bank.weights and state.bank._arena.storage.numel() == 0
+    if level == "O2":
+        elements = sum(p.ds_tensor.ds_numel for p in engine.module.parameters())
+        records = list(engine.basic_optimizer._low_bit.records.values())
+        assert sum(t.numel() for r in records for t in (r.ratio, r.v, r.top)) < 2.06 * elements and not any(p.grad is not None for p in engine.module.parameters())
 
 
-def check_resume(rank: int, world: int, folder: str, dtype: torch.dtype, partitioned: bool) -> None:
-    engine = build(dtype, 2, partitioned=partitioned)
+def check_resume(rank: int, world: int, folder: str, level: str, dtype: torch.dtype, partitioned: bool, **more) -> None:
+    engine = build(dtype, 2, partitioned=partitioned, level=level, **more)
     train(engine, range(3), rank, dtype, 2)
     engine.save_checkpoint(folder, tag="t")
     train(engine, range(3, 5), rank, dtype, 2)
-    again = build(dtype, 2, seed=1, partitioned=partitioned)
+    again = build(dtype, 2, seed=1, partitioned=partitioned, level=level, **more)
     again.load_checkpoint(folder, tag="t")
     train(again, range(3, 5), rank, dtype, 2)
     assert torch.equal(scales(engine), scales(again))
+    assert all(torch.equal(p, q) for p, q in zip(optimizer_state(engine.basic_optimizer), optimizer_state(again.basic_optimizer)))
     assert all(torch.equal(p, q) for p, q in zip(gathered(engine.module), gathered(again.module)))
 
 
@@ -136,10 +141,16 @@ def check_tied(rank: int, world: int) -> None:
 
 
 def check_all(rank: int, world: int, folder: str) -> None:
-    for dtype, accumulation, partitioned in ((torch.float32, 1, False), (torch.float32, 2, True), (torch.bfloat16, 2, False), (torch.bfloat16, 1, True)):
-        check_cell(rank, world, dtype, accumulation, partitioned)
-    for dtype, partitioned in ((torch.float32, False), (torch.bfloat16, True)):
-        check_resume(rank, world, f"{folder}/{dtype}{partitioned}", dtype, partitioned)
+    small = {"sub_group_size": 3000}  # several partitions, stepped one after the other
+    for cell in ((torch.float32, 1, False), (torch.float32, 2, True), (torch.bfloat16, 2, False), (torch.bfloat16, 1, True)):
+        check_cell(rank, world, "O1", *cell)
+        check_cell(rank, world, "O2", *cell, zero=small if cell[1] == 2 else {})
+    check_cell(rank, world, "O2", torch.bfloat16, 1, False, **NO_COPY)
+    for i, (level, dtype, partitioned, more) in enumerate((
+        ("O1", torch.float32, False, {}), ("O1", torch.bfloat16, True, {}), ("O2", torch.float32, True, {}), ("O2", torch.bfloat16, False, {"zero": small}),
+        ("O2", torch.bfloat16, False, NO_COPY),
+    )):  # fmt: skip
+        check_resume(rank, world, f"{folder}/{world}-{i}", level, dtype, partitioned, **more)
     check_recomputation(rank, world, torch.bfloat16)
     check_forward_keeps_no_weight(rank, world)
     check_tied(rank, world)

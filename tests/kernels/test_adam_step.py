@@ -46,13 +46,19 @@ class Model(nn.Module):
         self.halves = nn.ParameterList([nn.Parameter(torch.randn(s).bfloat16()) for s in SHAPES])
 
 
-def run(kernels: bool, device, triton_path, steps: int = 2, cls=torch.optim.AdamW, clip: bool = False, unaligned: bool = False, tall: bool = False, **flags):
+def run(
+    kernels: bool, device, triton_path, steps: int = 2, cls=torch.optim.AdamW, clip: bool = False, unaligned: bool = False, tall: bool = False,
+    parts: bool = False, **flags,
+):  # fmt: skip
     """A few steps with fixed gradients; returns everything that the step writes."""
     triton_path(kernels)
     model = Model(tall).to(device if kernels else "cpu")
     where = next(model.parameters()).device
     groups = [{"params": list(model.parameters())[::2]}, {"params": list(model.parameters())[1::2], "lr": 3e-3, "weight_decay": 0.3}]
     model, optimizer = ampplug.initialize(model, cls(groups, lr=1e-2, **flags), select="all")
+    for i, r in enumerate(optimizer._low_bit.records.values()):
+        if parts:  # of larger parameters, one of which begins beyond 2**32
+            r.key, r.first = 50 - i, 128 * (i + 2**24 * (i % 3))
     norms = []
     for step in range(steps):
         for i, p in enumerate(model.parameters()):
@@ -77,6 +83,7 @@ def run(kernels: bool, device, triton_path, steps: int = 2, cls=torch.optim.Adam
         dict(clip=True, unaligned=True),
         dict(cls=torch.optim.Adam, weight_decay=0.1),
         dict(maximize=True, betas=(0.9, 0.95), eps=0.0),
+        dict(parts=True),
         dict(betas=(0.99, 0.95)),
     ],
     ids="-".join,
