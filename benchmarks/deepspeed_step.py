@@ -26,7 +26,8 @@ from typing import Any
 import deepspeed
 import torch
 from torch import Tensor
-from train_step import BATCHES, Llama, allocated, batches, wait
+from llama import Llama, batches
+from train_step import BATCHES, allocated, wait
 
 import ampplug.integrations.deepspeed  # noqa: F401
 
@@ -62,7 +63,7 @@ class Mode:
 
 def measure(arguments: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
     """A row a mode."""
-    data = batches(arguments, arguments.micro_batch, device)
+    data = batches(BATCHES, arguments.micro_batch, arguments.sequence, arguments.vocabulary, device)
     modes, rows = [], []
     for name in arguments.modes.split(","):
         before = allocated(device)
