@@ -77,8 +77,40 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         raise RuntimeError(f"ampplug's kernels need Triton, which does not import here: {_problem!r}") from _problem
     launches[kernel.fn.__name__] += 1
     device = args[0].device
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            kernel[grid](*args, **constants)
-    else:
+    if device.type != "cuda":
         kernel[grid](*args, **constants)
+    elif device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            _launch(kernel, grid, args, constants, device.index)
+    else:
+        _launch(kernel, grid, args, constants, device.index)
+
+
+_compiled: dict[tuple, tuple[Any, tuple]] = {}
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], args: tuple, constants: dict[str, Any], device: int) -> None:
+    """What `kernel[grid](*args, **constants)` does, from the second time on without asking Triton which compiled kernel that is.
+
+    Triton compiles anew for what the key below holds, or for less: types, whether an address or integer is a multiple of 16, integers that are 1
+    or need 64 bits.
+    """
+    key = (kernel, device, *constants.values(), *map(_kind, args))
+    known = _compiled.get(key)
+    if known is None:
+        compiled = kernel[grid](*args, **constants)
+        _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])
+        return
+    compiled, tail = known
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    sizes = (*grid, 1, 1)[:3]
+    compiled.run(*sizes, stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *tail)
+
+
+def _kind(argument: Any) -> Any:
+    """What of an argument a compiled kernel depends on."""
+    if type(argument) is int:
+        return argument == 1, argument & 15 == 0, -(2**31) <= argument < 2**31
+    if type(argument) is float:
+        return None
+    return argument.dtype, argument.data_ptr() & 15 == 0
