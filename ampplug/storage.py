@@ -165,7 +165,8 @@ class WeightBank:
             sizes += [((rows, cols), formats.E4M3), ((cols, rows), formats.E4M3)]
         self._arena = Arena(sizes, device)
         self._numbers = torch.zeros(4, SPACING * len(named), dtype=torch.float32, device=device)
-        self.shared: Any = None  # the last cast of an input, for siblings of its layer (nn/linear_function.py)
+        self._shared: Any = None
+        self.native: Any = None  # its counterpart in C++ (nn/native.py)
         nothing = torch.empty(0)
         self.weights = [Weight(name, i, Master(p, None), *(nothing,) * 6) for i, (name, p) in enumerate(named)]
         self._bind()
@@ -180,6 +181,17 @@ class WeightBank:
         self._tables: dict[tuple, tuple[Tensor, Tensor]] = {}
         self._transpose_table = upload([[w.w8.data_ptr(), w.w8t.data_ptr(), *w.w8.shape] for w in self.weights], self.device, TRANSPOSE_WIDTH)
         self._transpose_tiles = transpose_tiles([(w.w8.shape[0], w.w8.shape[1]) for w in self.weights], self.device)
+
+    @property
+    def shared(self) -> Any:
+        """The last cast of an input, for siblings of its layer (nn/linear_function.py)."""
+        return self._shared.snapshot() if self._shared is not None and self._shared is self.native else self._shared
+
+    @shared.setter
+    def shared(self, cast: Any) -> None:
+        self._shared = cast
+        if self.native is not None:
+            self.native.mark()
 
     def to(self, device: torch.device) -> None:
         """Move everything; the entries stay the same objects."""

@@ -39,6 +39,8 @@ class LinearState:
     bank: WeightBank
     weight: Weight
     transposed: bool  # the parameter is [K, N] (Hugging Face's Conv1D)
+    native: Any = None  # the layer in C++, and what it was made of (nn/native.py)
+    native_of: tuple = ()
 
     def __post_init__(self) -> None:
         self.make_keys()

@@ -26,7 +26,7 @@ class Kernel:
     arg_names = ["x", "n", "scale", "WIDE", "BLOCK"]
 
     def __init__(self):
-        self.made = []
+        self.made, self.fn = [], object()
 
     def __getitem__(self, grid):
         def run(*args, **constants):
