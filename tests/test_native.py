@@ -58,11 +58,12 @@ class Layers(nn.Module):
 def make(dtype: torch.dtype = torch.float32, level: str = "O2", **settings):
     torch.manual_seed(0)
     model = nn.Sequential(Layers(), Layers()).to(dtype)
-    return ampplug.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4), level, select="all", **settings)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2) if level == "O2" else torch.optim.SGD(model.parameters(), lr=1e-3)
+    return ampplug.initialize(model, optimizer, level, select="all", **settings)
 
 
 def batch(t: int, rows: int = 5, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return (torch.randn(rows, 48, generator=torch.Generator().manual_seed(t)) * 10.0 ** (t % 3)).to(dtype)
+    return (torch.randn(rows, 48, generator=torch.Generator().manual_seed(t)) * 3.0 ** (t % 2)).to(dtype)
 
 
 def train(model, optimizer, steps: int = 5, dtype: torch.dtype = torch.float32, shape=lambda t: t, forward=None, rows: int = 5) -> list[torch.Tensor]:
@@ -85,7 +86,7 @@ def both(driver, how) -> int:
     expected = how()
     native._devices = {"cpu"}
     found = how()
-    assert len(expected) == len(found) and all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert all(t.isfinite().all() for t in expected) and len(expected) == len(found) and all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     return driver.launches
 
 
@@ -297,11 +298,11 @@ def test_hooks_and_anomaly_mode(driver, layer):
         y = q(x)
         y.register_hook(lambda g: seen.append("output"))
         y.sum().backward()
+        for handle in handles:
+            handle.remove()
         with pytest.raises(RuntimeError, match="Function '_Fp8LinearBackward' returned nan values"):
             q(x).backward(torch.full((5, 64), float("nan")))
-    for handle in handles:
-        handle.remove()
-    assert seen[:3] == ["output", "weight", "module"] or seen[:3] == ["output", "module", "weight"]
+    assert sorted(seen) == ["module", "output", "weight"]
 
 
 def test_saved_tensors(driver, layer):
