@@ -17,7 +17,7 @@ import ampplug
 from ampplug.kernels import cast as cast_module
 from ampplug.nn import native
 
-pytestmark = pytest.mark.filterwarnings("ignore:ampplug", "ignore:.*Anomaly Detection")
+pytestmark = pytest.mark.filterwarnings("ignore:ampplug", "ignore:.*Anomaly Detection", "ignore:Error detected in")
 
 
 @pytest.fixture(scope="session")

@@ -37,6 +37,7 @@ using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
 Launcher launcher;
+bool enabled = true;              // read and written with the interpreter
 PyObject* resolve = nullptr;      // launches a cast of a kind that has no kernel yet: nn/native.py
 PyObject* gemm = nullptr;         // of tensors on a CPU, in tests
 PyObject* shared_type = nullptr;  // linear_function._Shared
@@ -408,7 +409,7 @@ void leave(const LayerData& layer, PyObject* x, int64_t version, void* stream, c
 // y, or an undefined tensor where Python must do it.
 Tensor forward(const Layer& layer, PyObject* px, PyObject* parameters) {
   const LayerData& l = *layer;
-  if (!THPVariable_CheckExact(px) || !PyDict_CheckExact(parameters)) return {};
+  if (!enabled || !THPVariable_CheckExact(px) || !PyDict_CheckExact(parameters)) return {};
   PyObject* pw = PyDict_GetItemWithError(parameters, name::weight);
   PyObject* pb = PyDict_GetItemWithError(parameters, name::bias);
   if (pw != l.param || pb == nullptr || (pb != Py_None && !THPVariable_CheckExact(pb)) || modes_active()) return {};
@@ -648,6 +649,11 @@ PyObject* clear_kernels(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
+PyObject* enable(PyObject*, PyObject* on) {
+  enabled = PyObject_IsTrue(on) == 1;
+  Py_RETURN_NONE;
+}
+
 PyObject* take_launches(PyObject*, PyObject*) { return PyLong_FromLongLong(launcher.launches.exchange(0)); }
 
 PyMethodDef methods[] = {
@@ -656,6 +662,7 @@ PyMethodDef methods[] = {
     {"add_kernel", add_kernel, METH_VARARGS, "(key, function, threads a program, bytes of shared memory): the kernel of a kind of casts."},
     {"parameter_sizes", sizes_of, METH_O, "Bytes of each parameter of the kernel of a key."},
     {"clear_kernels", clear_kernels, METH_NOARGS, "Forget all kernels."},
+    {"enable", enable, METH_O, "Whether layers run; where not, they leave all to Python."},
     {"take_launches", take_launches, METH_NOARGS, "Launches made since this was last called."},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -7,6 +7,7 @@ multiples of 16, subclasses of tensors, torch.func and dispatch modes. AMPPLUG_N
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,21 @@ def attach(state: LinearState) -> None:
         w, state.bank, state.bank.native, book, state.x_slot, state.dy_slot, state.bank.power_of_two,
         multiprocessors(device), cast_module.TILE_M, cast_module.TILE_K, cast_module.SPAN,
     )  # fmt: skip
+
+
+@contextlib.contextmanager
+def left_out() -> Iterator[None]:
+    """Within, all layers run in Python: to compare the two."""
+    global _devices
+    devices, _devices = _devices, set()
+    if _module is not None:
+        _module.enable(False)
+    try:
+        yield
+    finally:
+        _devices = devices
+        if _module is not None:
+            _module.enable(True)
 
 
 def _resolve(
