@@ -12,7 +12,7 @@ help:
 	@echo "make demo   set up, train a small GPT in BF16 and in FP8 on real text, compare"
 	@echo "make test   set up, lint, check types, run all tests (those of the GPU too where there is one)"
 	@echo "make lint   set up, lint and check types only"
-	@echo "make bench  benchmarks of the kernels and of a whole training step (needs a GPU with FP8 units)"
+	@echo "make bench  benchmarks of the kernels, of the host's time and of a whole training step (needs a GPU with FP8 units)"
 	@echo "make clean  remove the virtual environment and what runs left"
 
 $(READY): pyproject.toml constraints-cpu.txt
@@ -41,6 +41,7 @@ bench:
 ifdef GPU
 	@$(MAKE) --no-print-directory $(READY)
 	$(BIN)/python benchmarks/kernels.py
+	$(BIN)/python benchmarks/host_time.py
 	$(BIN)/python benchmarks/train_step.py
 else
 	@echo "make bench needs an NVIDIA GPU of compute capability 8.9 or higher; nvidia-smi finds none here" >&2

@@ -236,14 +236,16 @@ class WeightBank:
 
     def _table(self, chosen: Sequence[Weight]) -> tuple[Tensor, Tensor]:
         """Device tables for these weights, kept until an address changes."""
-        rows, shapes = [], []
+        parts: list[Any] = []
         for w in chosen:
-            if not w.param.is_contiguous():
-                raise RuntimeError(f"ampplug: weight {w.name!r} is no longer contiguous (strides {w.param.stride()}); make it so")
-            rows.append(table_row(w.param.detach(), w, low=w.master.low))
-            shapes.append((rows[-1][COLUMN["rows"]], rows[-1][COLUMN["cols"]]))
-        key = tuple(map(tuple, rows))
+            p, low = w.param, w.master.low
+            if not p.is_contiguous():
+                raise RuntimeError(f"ampplug: weight {w.name!r} is no longer contiguous (strides {p.stride()}); make it so")
+            parts += (w.index, p.data_ptr(), p.dtype, None if low is None else low.data_ptr())
+        key = tuple(parts)
         if key not in self._tables:
+            rows = [table_row(w.param.detach(), w, low=w.master.low) for w in chosen]
+            shapes = [(row[COLUMN["rows"]], row[COLUMN["cols"]]) for row in rows]
             if len(self._tables) >= 64:  # weights that keep moving must not pile tables up
                 del self._tables[next(iter(self._tables))]
             self._tables[key] = upload(rows, self.device), chunk_table(shapes, self.device)
@@ -282,11 +284,11 @@ def table_row(p: Tensor, weight: Weight | None, *, low: Tensor | None = None) ->
     return row
 
 
-def upload(rows: list[list[int]], device: torch.device, width: int = WIDTH) -> Tensor:
+def upload(rows: list[list[int]] | Tensor, device: torch.device, width: int = WIDTH) -> Tensor:
     """Rows -> int64 table [rows, width] on the device, without waiting for it. Never changed afterwards: a captured graph may own it."""
-    if not rows:
+    if not len(rows):
         return torch.zeros(0, width, dtype=torch.int64, device=device)
-    host = torch.tensor(rows, dtype=torch.int64, pin_memory=on_gpu(device))
+    host = torch.tensor(rows, dtype=torch.int64, pin_memory=on_gpu(device)) if isinstance(rows, list) else rows.pin_memory() if on_gpu(device) else rows
     table = host.to(device, non_blocking=True)
     table._source = host  # type: ignore[attr-defined]  # a graph that captured the copy reads this memory at every replay
     return table

@@ -216,16 +216,16 @@ def test_siblings(driver, layer):
     """As tests/test_siblings.py: shared by object, version and pass, and never longer than the input lives."""
     q, model, optimizer = layer
     k, bank = model[0].k, q._ampplug.bank
-    x = batch(0)
-    assert used(driver, lambda: q(x)) and not used(driver, lambda: k(x)) and in_cpp(k(x))
-    assert used(driver, lambda: q(x.view_as(x)))
-    q(x)
+    held = [batch(0)]
+    assert used(driver, lambda: q(held[0])) and not used(driver, lambda: k(held[0])) and in_cpp(k(held[0]))
+    assert used(driver, lambda: q(held[0].view_as(held[0])))
+    q(held[0])
     with torch.no_grad():
-        x.mul_(2.0)
-    assert used(driver, lambda: q(x)) and not used(driver, lambda: q(x)) and bank.shared.x() is x
-    k(x).sum().backward()
-    assert bank.shared is None and used(driver, lambda: q(x))
-    del x
+        held[0].mul_(2.0)
+    assert used(driver, lambda: q(held[0])) and not used(driver, lambda: q(held[0])) and bank.shared.x() is held[0]
+    k(held[0]).sum().backward()
+    assert bank.shared is None and used(driver, lambda: q(held[0]))
+    held.clear()
     gc.collect()
     assert bank.shared is None and bank.native.snapshot() is None
 

@@ -92,7 +92,15 @@ def left_out() -> Iterator[None]:
 
 
 def _resolve(
-    key: int, x: Tensor, rows: Tensor | None, columns: Tensor | None, scale_inv: Tensor, scale: Tensor, record: Tensor | None, scratch: Tensor, power_of_two: bool
+    key: int,
+    x: Tensor,
+    rows: Tensor | None,
+    columns: Tensor | None,
+    scale_inv: Tensor,
+    scale: Tensor,
+    record: Tensor | None,
+    scratch: Tensor,
+    power_of_two: bool,
 ) -> None:
     """Called by C++ for the first cast of a kind: launch it as Python does, and have C++ launch the same kernel from now on."""
     dtype = formats.E4M3 if (rows if rows is not None else columns).dtype == formats.E4M3 else formats.E5M2  # type: ignore[union-attr]
