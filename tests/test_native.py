@@ -387,6 +387,22 @@ def test_a_failed_launch(driver, layer, module):
     driver.problems.clear()
 
 
+def test_an_error_of_the_first_launch(driver, layer, module, monkeypatch):
+    """Python's error, forward and backward."""
+    q, model, optimizer = layer
+
+    def broken(*args, **constants):
+        raise LookupError("no such kernel")
+
+    y = q(batch(0))
+    module.clear_kernels()
+    monkeypatch.setattr(cast_module, "launch", broken)
+    with pytest.raises(LookupError, match="no such kernel"):
+        y.sum().backward()
+    with pytest.raises(LookupError, match="no such kernel"):
+        q(batch(0))
+
+
 def test_a_foreign_kernel_stays_with_triton(driver, layer, module, caplog, monkeypatch):
     """One whose parameters are not those that C++ passes is launched by Python every time."""
     q, model, optimizer = layer

@@ -23,6 +23,11 @@ using LaunchKernel =
 // aoti_torch_get_current_cuda_stream
 using CurrentStream = int (*)(int32_t device, void** stream);
 
+using GetContext = int (*)(void** context);                      // cuCtxGetCurrent
+using SetContext = int (*)(void* context);                       // cuCtxSetCurrent
+using GetDevice = int (*)(int* device, int index);               // cuDeviceGet
+using RetainContext = int (*)(void** context, int device);       // cuDevicePrimaryCtxRetain
+
 struct Kernel {
   void* function;
   unsigned threads, shared;
@@ -39,7 +44,6 @@ struct Cast {
   unsigned programs;
 
   static constexpr int POINTERS = 8, INTEGERS = 10;
-  using Addresses = const void* const (&)[POINTERS];
 
   uint64_t key() const {
     uint64_t k = device;
@@ -83,7 +87,13 @@ class Launcher {
 
   // Look the entries up; what is missing stays null.
   void find() {
-    if (void* driver = dlopen("libcuda.so.1", RTLD_LAZY)) launch_kernel = reinterpret_cast<LaunchKernel>(dlsym(driver, "cuLaunchKernel"));
+    if (void* driver = dlopen("libcuda.so.1", RTLD_LAZY)) {
+      get_context_ = reinterpret_cast<GetContext>(dlsym(driver, "cuCtxGetCurrent"));
+      set_context_ = reinterpret_cast<SetContext>(dlsym(driver, "cuCtxSetCurrent"));
+      get_device_ = reinterpret_cast<GetDevice>(dlsym(driver, "cuDeviceGet"));
+      retain_context_ = reinterpret_cast<RetainContext>(dlsym(driver, "cuDevicePrimaryCtxRetain"));
+      if (get_context_ && set_context_ && get_device_ && retain_context_) launch_kernel = reinterpret_cast<LaunchKernel>(dlsym(driver, "cuLaunchKernel"));
+    }
     if (void* torch = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD))
       current_stream = reinterpret_cast<CurrentStream>(dlsym(torch, "aoti_torch_get_current_cuda_stream"));
   }
@@ -112,7 +122,9 @@ class Launcher {
     kernels_.clear();
   }
 
-  void launch(const Kernel& kernel, Cast& cast, void* stream) {
+  // device: of the stream; -1 where there is none.
+  void launch(const Kernel& kernel, Cast& cast, int device, void* stream) {
+    if (device >= 0) ensure_context(device);
     void* parameters[Cast::MOST];
     cast.parameters(parameters);
     int error = launch_kernel(kernel.function, cast.programs, 1, 1, kernel.threads, 1, 1, kernel.shared, stream, parameters, nullptr);
@@ -121,6 +133,20 @@ class Launcher {
   }
 
  private:
+  // A thread in which nothing ran yet on its device, as autograd's own may be, has no context: CUDA's runtime makes it current on first use, and
+  // the driver, which is called here, does not.
+  void ensure_context(int index) const {
+    void* context = nullptr;
+    int device = 0;
+    if (get_context_(&context) == 0 && context != nullptr) return;
+    if (get_device_(&device, index) != 0 || retain_context_(&context, device) != 0 || set_context_(context) != 0)
+      throw std::runtime_error("ampplug: this thread gets no CUDA context");
+  }
+
+  GetContext get_context_ = nullptr;
+  SetContext set_context_ = nullptr;
+  GetDevice get_device_ = nullptr;
+  RetainContext retain_context_ = nullptr;
   std::mutex mutex_;
   std::unordered_map<uint64_t, Kernel> kernels_;
 };

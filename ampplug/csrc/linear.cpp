@@ -44,11 +44,18 @@ PyObject* shared_type = nullptr;  // linear_function._Shared
 
 // ---------------------------------------------------------------- Python's objects
 
+// Pass Python's error on, kept in the exception: this may be a thread that forgets all of Python when it lets go of the interpreter.
+[[noreturn]] void fail() {
+  python_error error;
+  error.persist();
+  throw error;
+}
+
 // A strong reference.
 class Ref {
  public:
   explicit Ref(PyObject* object) : object_(object) {
-    if (object == nullptr) throw python_error();
+    if (object == nullptr) fail();
   }
   Ref(const Ref&) = delete;
   Ref& operator=(const Ref&) = delete;
@@ -230,8 +237,9 @@ Fp8 cast(const LayerData& layer, const Matrix& m, const Slot& slot, at::ScalarTy
 
   Kernel kernel;
   const uint64_t key = c.key();
+  const int device = layer.device.is_cuda() ? layer.device.index() : -1;
   if (launcher.find(key, kernel))
-    launcher.launch(kernel, c, launcher.stream(layer.device.is_cuda() ? layer.device.index() : -1));
+    launcher.launch(kernel, c, device, launcher.stream(device));
   else
     first_launch(key, layer, m, slot, out, record);
   return out;
@@ -253,7 +261,6 @@ struct LinearBackward : public Node {
   Layer layer;
   SavedVariable x8t, x_inv, weight;  // the weight only so that autograd notices if it is changed before backward
   at::ScalarType x_type, weight_type, bias_type;
-  bool record;
 
   std::string name() const override { return "_Fp8LinearBackward"; }
 
@@ -288,12 +295,12 @@ struct LinearBackward : public Node {
     layer->shared->forget();
     if (layer->shared->foreign.exchange(false)) {
       pybind11::gil_scoped_acquire interpreter;
-      if (PyObject_SetAttr(layer->bank, name::shared, Py_None) != 0) throw python_error();
+      if (PyObject_SetAttr(layer->bank, name::shared, Py_None) != 0) fail();
       layer->shared->foreign = false;
     }
     const Matrix m(dy);
     if (need_x || need_weight) {
-      const Fp8 dy8 = cast(*layer, m, layer->dy, at::kFloat8_e5m2, need_x, need_weight, record, true);
+      const Fp8 dy8 = cast(*layer, m, layer->dy, at::kFloat8_e5m2, need_x, need_weight, true, true);
       if (need_x) {
         Tensor dx = multiply(dy8.rows, layer->backward, dy8.scale_inv, layer->scale_inv, x_type, false);
         if (dy.dim() != 2) {
@@ -366,7 +373,7 @@ bool current(const LayerData& layer, const Tensor& weight) {
   if (param.get() != layer.param || !PyTuple_CheckExact(seen.get()) || PyTuple_GET_SIZE(seen.get()) != 3) return false;
   const void* address = PyLong_AsVoidPtr(PyTuple_GET_ITEM(seen.get(), 0));
   const int64_t version = PyLong_AsLongLong(PyTuple_GET_ITEM(seen.get(), 2));
-  if (PyErr_Occurred()) throw python_error();
+  if (PyErr_Occurred()) fail();
   return address == weight.const_data_ptr() && PyTuple_GET_ITEM(seen.get(), 1) == layer.dtype && version == static_cast<int64_t>(weight._version());
 }
 
@@ -384,7 +391,7 @@ bool sibling(const LayerData& layer, PyObject* x, int64_t version, void* stream,
   if (reinterpret_cast<PyObject*>(Py_TYPE(shared.get())) != shared_type || PyTuple_GET_SIZE(shared.get()) != 6) return false;
   PyObject* const* field = reinterpret_cast<PyTupleObject*>(shared.get())->ob_item;  // x, version, stream, x8, x8t, scale_inv
   if (!PyWeakref_Check(field[0]) || PyWeakref_GetObject(field[0]) != x || PyLong_AsLongLong(field[1]) != version || PyLong_AsVoidPtr(field[2]) != stream) {
-    if (PyErr_Occurred()) throw python_error();
+    if (PyErr_Occurred()) fail();
     return false;
   }
   if (columns && field[4] == Py_None) return false;
@@ -395,7 +402,7 @@ bool sibling(const LayerData& layer, PyObject* x, int64_t version, void* stream,
 // Leave a cast for siblings. Needs the interpreter.
 void leave(const LayerData& layer, PyObject* x, int64_t version, void* stream, const Fp8& made) {
   PyObject* reference = PyWeakref_NewRef(x, layer.shared_object);
-  if (reference == nullptr) throw python_error();
+  if (reference == nullptr) fail();
   SharedCast fresh{reference, version, stream, made.rows, made.columns, made.scale_inv};
   {
     std::lock_guard<std::mutex> lock(layer.shared->mutex);
@@ -403,7 +410,7 @@ void leave(const LayerData& layer, PyObject* x, int64_t version, void* stream, c
   }
   Py_XDECREF(fresh.x);
   const Ref shared = attribute(layer.bank, name::_shared);
-  if (shared.get() != layer.shared_object && PyObject_SetAttr(layer.bank, name::_shared, layer.shared_object) != 0) throw python_error();
+  if (shared.get() != layer.shared_object && PyObject_SetAttr(layer.bank, name::_shared, layer.shared_object) != 0) fail();
 }
 
 // y, or an undefined tensor where Python must do it.
@@ -457,7 +464,6 @@ Tensor forward(const Layer& layer, PyObject* px, PyObject* parameters) {
     node->weight = SavedVariable(weight, false);
     node->x_type = x.scalar_type(), node->weight_type = weight.scalar_type();
     node->bias_type = bias.defined() ? bias.scalar_type() : at::kFloat;
-    node->record = true;
     torch::autograd::set_history(y, node);
   }
   return y;
@@ -571,7 +577,7 @@ PyObject* layer_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
   data->param = PyObject_GetAttr(master.get(), name::param);
   data->w8 = PyObject_GetAttr(entry, name::w8);
   data->views = PyObject_GetAttr(book, name::scale_views);
-  if (data->param == nullptr || data->w8 == nullptr || data->views == nullptr) throw python_error();
+  if (data->param == nullptr || data->w8 == nullptr || data->views == nullptr) fail();
   const Tensor weight = tensor_of(data->param);
   data->dtype = Py_NewRef(reinterpret_cast<PyObject*>(torch::getTHPDtype(weight.scalar_type())));
   data->forward = transposed(tensor_of(data->w8));

@@ -55,15 +55,17 @@ def wanted(x: Tensor) -> bool:
 def attach(state: LinearState) -> None:
     """Give a layer its counterpart in C++, if it can have one: a new one where it has moved, or its scales have."""
     w, book = state.weight, state.book
-    if book is None or state.transposed:
+    if book is None or state.transposed or type(state) is not LinearState:
         return
     of = (w.param, w.w8, book.scale_views)
     if len(state.native_of) == 3 and all(a is b for a, b in zip(of, state.native_of, strict=True)):
         return
     state.native, state.native_of = None, of
     device = w.param.device
-    fits = all(size % 16 == 0 and size > 0 for size in w.param.shape) and type(w.param) in (Tensor, torch.nn.Parameter)
-    if not fits or not (device == state.bank.device == book.device) or (device.type == "cuda" and not on_gpu(device)):
+    # sizes without padding, and FP8 copies of the weight as it is
+    fits = all(size % 16 == 0 and size > 0 for size in w.param.shape) and w.w8.shape == w.param.shape == w.w8t.t().shape
+    fits = fits and type(w.param) in (Tensor, torch.nn.Parameter) and device == state.bank.device == book.device
+    if not fits or (device.type == "cuda" and not on_gpu(device)):
         return
     module = load()
     if module is None:

@@ -185,6 +185,33 @@ def test_two_streams():
     assert torch.equal(y, expected) and torch.equal(z, expected), before
 
 
+def test_fresh_threads():
+    """A thread whose first use of CUDA is a launch from C++: forward, and backward with nothing before it."""
+    import threading
+
+    model, optimizer = make()
+    train(model, optimizer, 5)
+    q, h, dy = model[0].q, batch(0), torch.ones(2, 48, 256, device=DEVICE, dtype=torch.bfloat16)
+    q(h).backward(dy)
+    expected = q(h).detach().clone(), q.weight.grad.clone()
+    found: list = []
+
+    def work() -> None:
+        try:
+            leaf = h.detach()
+            y = q(leaf)
+            found.append((y.detach(), *torch.autograd.grad(y, q.weight, dy)))
+        except BaseException as error:
+            found.append(error)
+
+    for _ in range(3):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    torch.cuda.synchronize()
+    assert len(found) == 3 and all(isinstance(f, tuple) and torch.equal(f[0], expected[0]) and torch.equal(f[1], expected[1]) for f in found), found
+
+
 def test_recomputation_and_accumulation():
     from torch.utils.checkpoint import checkpoint
 

@@ -64,3 +64,20 @@ def test_other_kinds_are_compiled_apart(launched):
     others = [(x[1:], 32), (x.double(), 32), (x, 33), (x, 1), (x, 2**31), (x, 32, 2.0, False), (x, 32, 2.0, True, 8)]
     assert [launch(*arguments) for arguments in others] == [2, 3, 4, 5, 6, 7, 8]
     assert [launch(*arguments) for arguments in others] == [8] * 7
+
+
+def test_a_profiler_of_launches_is_told_of_each(launched):
+    """Triton's hooks are called by Triton, which therefore launches while there are any."""
+    knobs = pytest.importorskip("triton").knobs
+    kernel, launch = launched
+    x = torch.zeros(64)
+    launch(x, 32)
+
+    def hook(metadata) -> None: ...
+
+    knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        assert triton_runtime.hooked() and [launch(x, 32), launch(x, 32)] == [2, 3]
+    finally:
+        knobs.runtime.launch_enter_hook.remove(hook)
+    assert not triton_runtime.hooked() and launch(x, 32) == 3
