@@ -5,8 +5,8 @@
 The same Llama (benchmarks/train_step.py) at width 256 and sequence 128, all layers converted: BF16 with torch's fused AdamW, O1 with the same
 optimizer, O2; O1 and O2 also with the layers' C++ left out ("python"). Interleaved rounds in one process: every row some steps, then every row again.
 Host time is what the calls of a step take before anything waits for the GPU; the table has medians over rounds, in all and by part, and the share of
-the time in which the GPU idles, which must be above one half: else the host waits for it. Then one Linear, 256 by 256, forward and backward. Ratios
-compare with BF16 in the same round. Needs a GPU with FP8 units; takes about a minute.
+the time in which the GPU idles, which must be above one half: else the host waits for it. Then one Linear, 256 by 256, forward and backward, and the
+calls it is made of. Ratios compare with BF16 in the same round. Needs a GPU with FP8 units; takes about a minute.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from train_step import Llama, batches
 
 import ampplug
+from ampplug.kernels.cast import cast
 from ampplug.nn import native
 
 PARTS = ("forward", "backward", "optimizer")
@@ -147,7 +148,31 @@ def one_linear(arguments: argparse.Namespace, device: torch.device) -> list[dict
     return rows
 
 
-def table(steps: list[dict[str, Any]], linears: list[dict[str, Any]]) -> str:
+def calls(arguments: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+    """Microseconds of what both sides are made of, called from Python: GEMMs, a cast, an allocation."""
+    m, k = arguments.sequence, arguments.width
+    a, b = torch.randn(m, k, device=device, dtype=torch.bfloat16), torch.randn(k, k, device=device, dtype=torch.bfloat16)
+    a8, b8, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t(), torch.ones(1, device=device)
+    scratch = torch.zeros(3, dtype=torch.int32, device=device)
+    ways = {
+        "torch.mm, BF16": lambda: torch.mm(a, b),
+        "torch._scaled_mm, FP8 to BF16": lambda: torch._scaled_mm(a8, b8, one, one, out_dtype=torch.bfloat16, use_fast_accum=True),
+        "cast with transpose, by Triton's launcher": lambda: cast(a, torch.float8_e4m3fn, scale=one, scratch=scratch, transpose=True),
+        "torch.empty": lambda: torch.empty(m, k, device=device, dtype=torch.bfloat16),
+    }
+    seen: dict[str, list[float]] = {name: [] for name in ways}
+    with torch.no_grad():
+        for _ in range(arguments.rounds + 1):
+            for name, way in ways.items():
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                for _ in range(100):
+                    way()
+                seen[name].append((time.perf_counter() - began) * 1e4)
+    return [dict(call=name, us=statistics.median(times[1:])) for name, times in seen.items()]
+
+
+def table(steps: list[dict[str, Any]], linears: list[dict[str, Any]], made_of: list[dict[str, Any]]) -> str:
     """Rows as Markdown."""
     lines = ["| step | host ms | spread | forward | backward | optimizer | against BF16 | GPU idle | launches |", "|" + "---|" * 9]
     for r in steps:
@@ -156,6 +181,7 @@ def table(steps: list[dict[str, Any]], linears: list[dict[str, Any]]) -> str:
         lines.append(f"| {r['mode']} | {r['host_ms']:.2f} | {r['spread_ms'][0]:.2f}–{r['spread_ms'][1]:.2f} | {parts} | {r['ratio']:.3f} | {idle} | {r['launches'] or 0:.0f} |")
     lines += ["", "| one Linear | forward µs | backward µs | both | against BF16 |", "|" + "---|" * 5]
     lines += [f"| {r['mode']} | {r['forward_us']:.1f} | {r['backward_us']:.1f} | {r['us']:.1f} | {r['ratio']:.3f} |" for r in linears]
+    lines += ["", "| one call | µs |", "|---|---|", *[f"| {r['call']} | {r['us']:.1f} |" for r in made_of]]
     return "\n".join(lines)
 
 
@@ -178,15 +204,15 @@ def main() -> int:
     began = time.perf_counter()
     built = native.load() is not None
     seconds = time.perf_counter() - began
-    steps, linears = whole_step(arguments, device), one_linear(arguments, device)
+    steps, linears, made_of = whole_step(arguments, device), one_linear(arguments, device), calls(arguments, device)
     head = (
         f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}; Llama of {arguments.layers} blocks, width {arguments.width}, sequence {arguments.sequence}; "
         f"layers in C++: {f'yes, loaded in {seconds:.0f} s' if built else 'NO, they could not be built'}"
     )
-    parts = [head, "", table(steps, linears)]
+    parts = [head, "", table(steps, linears, made_of)]
     print("\n".join(parts))
     os.makedirs(arguments.out, exist_ok=True)
-    content = dict(command=" ".join(["python3", *sys.argv]), gpu=torch.cuda.get_device_name(device), torch=str(torch.__version__), native=built, steps=steps, linears=linears)
+    content = dict(command=" ".join(["python3", *sys.argv]), gpu=torch.cuda.get_device_name(device), torch=str(torch.__version__), native=built, steps=steps, linears=linears, calls=made_of)
     (Path(arguments.out) / "host_time.json").write_text(json.dumps(content, indent=1) + "\n")
     (Path(arguments.out) / "host_time.md").write_text("\n".join(parts) + "\n")
     return 0
