@@ -26,6 +26,15 @@ def kind_of(value) -> tuple:
     return ("f32",) if isinstance(value, float) else (value == 1, value % 16 == 0)
 
 
+_grid_of = cast_module.grid_of
+
+
+def grid_on_gpu(m: int, k: int, tile_m: int, tile_k: int, longest: int, device: torch.device) -> cast_module.Grid:
+    """`grid_of` as on a GPU of as many multiprocessors: elsewhere one program mends."""
+    grid = _grid_of(m, k, tile_m, tile_k, longest, device)
+    return grid._replace(menders=min(grid.programs, cast_module.multiprocessors(device)))
+
+
 class Driver:
     """Kernels by number, launches, and what went wrong in them."""
 
@@ -62,10 +71,9 @@ class Driver:
                 values[name] = ctype.from_address(parameters[position]).value
                 position += 1
             m, k = values["M"], values["K"]
-            grid = cast_module.grid_of(values["column_stride"] if constants["COLUMNS"] else m, k, cast_module.TILE_M, cast_module.TILE_K, cast_module.SPAN, torch.device("cpu"))
-            menders = min(grid.programs, cast_module.multiprocessors(torch.device("cpu")))
+            grid = grid_on_gpu(values["column_stride"] if constants["COLUMNS"] else m, k, cast_module.TILE_M, cast_module.TILE_K, cast_module.SPAN, torch.device("cpu"))
             assert (gx, gy, gz, bx, by, bz, shared) == (grid.programs, 1, 1, 32 * constants["num_warps"], 1, 1, 1024)
-            assert (values["tiles_m"], values["span"], values["menders"]) == (grid.tiles_m, grid.span, menders)
+            assert (values["tiles_m"], values["span"], values["menders"]) == (grid.tiles_m, grid.span, grid.menders)
             assert values["row_stride"] == k and values["n_partials"] == 0 and values["zero"] == 0.0 and values["column_stride"] == -(-m // 16) * 16
             for name, kind in zip(NAMES, kinds, strict=True):
                 if kind != ("f32",):

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 import torch
-from native_driver import Driver
+from native_driver import Driver, grid_on_gpu
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -35,6 +35,7 @@ def driver(module, monkeypatch):
     made = Driver()
     monkeypatch.setattr(native, "_devices", {"cpu"})
     monkeypatch.setattr(cast_module, "launch", made.compile)
+    monkeypatch.setattr(cast_module, "grid_of", grid_on_gpu)
     module.clear_kernels()
     module.set_driver(ctypes.cast(made.entry, ctypes.c_void_p).value)
     yield made
@@ -117,6 +118,27 @@ def test_autocast(driver):
         return train(model, optimizer, forward=torch.autocast("cpu", torch.bfloat16)(model))
 
     assert both(driver, how) > 20
+
+
+def test_many_tiles(driver):
+    """So many that a program casts several, and not all programs may mend: the stand-in compares with the launcher's own grid."""
+
+    def how():
+        torch.manual_seed(0)
+        layer = nn.Linear(256, 144)
+        model, optimizer = ampplug.initialize(layer, torch.optim.AdamW(layer.parameters(), lr=1e-3), select="all")
+        x = torch.randn(2100, 256).requires_grad_()
+        seen = []
+        for _ in range(4):
+            model(x.detach()).square().mean().backward()
+            seen.append(model.weight.grad.clone())
+            optimizer.step()
+            optimizer.zero_grad()
+        model(x).square().mean().backward()
+        return [*seen, x.grad]
+
+    assert both(driver, how) > 2
+    assert grid_on_gpu(2112, 256, cast_module.TILE_M, cast_module.TILE_K, cast_module.SPAN, torch.device("cpu")) == (33, 2, 34, 4)
 
 
 def test_a_sum_as_loss(driver):
