@@ -39,7 +39,9 @@ def make(level: str = "O2", dtype: torch.dtype = torch.bfloat16, capturable: boo
     torch.manual_seed(0)
     model = nn.Sequential(Block(256), Block(256)).to(DEVICE, dtype)
     options = dict(capturable=True, lr=torch.tensor(1e-3, device=DEVICE)) if capturable and level == "O1" else dict(lr=1e-3)
-    return ampplug.initialize(model, torch.optim.AdamW(model.parameters(), **options), level, select="all", **settings)
+    # in fp16 the squares of AdamW vanish
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3) if dtype == torch.float16 else torch.optim.AdamW(model.parameters(), **options)
+    return ampplug.initialize(model, optimizer, level, select="all", **settings)
 
 
 def batch(t: int, dtype: torch.dtype = torch.bfloat16, rows: tuple[int, ...] = (2, 48)) -> torch.Tensor:
@@ -75,6 +77,7 @@ def same(how) -> None:
     (expected, counts), (found, own) = results
     assert counts == own
     for i, (a, b) in enumerate(zip(expected, found, strict=True)):
+        assert a.isfinite().all(), i
         assert torch.equal(a, b), (i, (a.float() - b.float()).abs().max())
 
 
