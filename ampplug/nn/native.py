@@ -1,4 +1,4 @@
-"""The FP8 Linear in C++ (`csrc/linear.cpp`), which costs the host a fraction of what Python does: the common case of a training step on a GPU.
+"""The FP8 Linear in C++ (`csrc/linear.h`), which costs the host a fraction of what Python does: the common case of a training step on a GPU.
 
 Built on first use with the C++ compiler that is there, once for a user and a version of torch. Without a compiler, or where the build fails, the
 Python path computes the same; so it does for whatever is not common: evaluation, the first steps of a slot, current scaling, Conv1D, sizes that are no
@@ -177,7 +177,7 @@ def build() -> Path:
             logger.info("ampplug: building C++, once for this version of torch")
             began = time.perf_counter()
             made = folder / f"{target.stem}.{os.getpid()}.tmp"
-            command = [compiler, *flags, str(SOURCES / "linear.cpp"), "-o", str(made), f"-L{home / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python", "-ldl"]
+            command = [compiler, *flags, str(SOURCES / "module.cpp"), "-o", str(made), f"-L{home / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python", "-ldl"]
             try:
                 found = subprocess.run(command, capture_output=True, text=True, timeout=600)
                 if found.returncode:
