@@ -12,7 +12,7 @@ help:
 	@echo "make demo   set up, train a small GPT in BF16 and in FP8 on real text, compare"
 	@echo "make test   set up, lint, check types, run all tests (those of the GPU too where there is one)"
 	@echo "make lint   set up, lint and check types only"
-	@echo "make bench  benchmarks of the kernels and of a whole training step, also by other libraries (needs a GPU with FP8 units)"
+	@echo "make bench  benchmarks of the kernels, of the host's time and of a whole training step, also by other libraries (needs a GPU with FP8 units)"
 	@echo "make clean  remove the virtual environment and what runs left"
 
 $(READY): pyproject.toml constraints-cpu.txt
@@ -41,6 +41,7 @@ bench:
 ifdef GPU
 	@$(MAKE) --no-print-directory $(READY)
 	$(BIN)/python benchmarks/kernels.py
+	$(BIN)/python benchmarks/host_time.py
 	-for batch in 1 8; do for modes in bf16,o1,o2 bf16,te bf16,torchao; do \
 		$(BIN)/python benchmarks/train_step.py --micro-batch $$batch --modes $$modes; done; done
 	$(BIN)/python benchmarks/train_step.py --summary

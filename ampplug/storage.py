@@ -165,7 +165,8 @@ class WeightBank:
             sizes += [((rows, cols), formats.E4M3), ((cols, rows), formats.E4M3)]
         self._arena = Arena(sizes, device)
         self._numbers = torch.zeros(4, SPACING * max(1, len(named)), dtype=torch.float32, device=device)
-        self.shared: Any = None  # the last cast of an input, for siblings of its layer (nn/linear_function.py)
+        self._shared: Any = None
+        self.native: Any = None  # its counterpart in C++ (nn/native.py)
         nothing = torch.empty(0)
         self.weights = [Weight(name, i, Master(p, None), *(nothing,) * 6) for i, (name, p) in enumerate(named)]
         self._bind()
@@ -181,6 +182,17 @@ class WeightBank:
         self._tables: dict[tuple, tuple[Tensor, Tensor]] = {}
         self._transpose_table = upload([[w.w8.data_ptr(), w.w8t.data_ptr(), *w.w8.shape] for w in self.weights], self.device, TRANSPOSE_WIDTH)
         self._transpose_tiles = transpose_tiles([(w.w8.shape[0], w.w8.shape[1]) for w in self.weights], self.device)
+
+    @property
+    def shared(self) -> Any:
+        """The last cast of an input, for siblings of its layer (nn/linear_function.py)."""
+        return self._shared.snapshot() if self._shared is not None and self._shared is self.native else self._shared
+
+    @shared.setter
+    def shared(self, cast: Any) -> None:
+        self._shared = cast
+        if self.native is not None:
+            self.native.mark()
 
     def to(self, device: torch.device) -> None:
         """Move everything; the entries stay the same objects."""
@@ -225,14 +237,16 @@ class WeightBank:
 
     def _table(self, chosen: Sequence[Weight]) -> tuple[Tensor, Tensor]:
         """Device tables for these weights, kept until an address changes."""
-        rows, shapes = [], []
+        parts: list[Any] = []
         for w in chosen:
-            if not w.param.is_contiguous():
-                raise RuntimeError(f"ampplug: weight {w.name!r} is no longer contiguous (strides {w.param.stride()}); make it so")
-            rows.append(table_row(w.param.detach(), w, low=w.master.low))
-            shapes.append((rows[-1][COLUMN["rows"]], rows[-1][COLUMN["cols"]]))
-        key = tuple(map(tuple, rows))
+            p, low = w.param, w.master.low
+            if not p.is_contiguous():
+                raise RuntimeError(f"ampplug: weight {w.name!r} is no longer contiguous (strides {p.stride()}); make it so")
+            parts += (w.index, p.data_ptr(), p.dtype, None if low is None else low.data_ptr())
+        key = tuple(parts)
         if key not in self._tables:
+            rows = [table_row(w.param.detach(), w, low=w.master.low) for w in chosen]
+            shapes = [(row[COLUMN["rows"]], row[COLUMN["cols"]]) for row in rows]
             if len(self._tables) >= 64:  # weights that keep moving must not pile tables up
                 del self._tables[next(iter(self._tables))]
             self._tables[key] = upload(rows, self.device), chunk_table(shapes, self.device)
@@ -289,11 +303,11 @@ def table_row(p: Tensor, weight: Weight | None, *, low: Tensor | None = None) ->
     return row
 
 
-def upload(rows: list[list[int]], device: torch.device, width: int = WIDTH) -> Tensor:
+def upload(rows: list[list[int]] | Tensor, device: torch.device, width: int = WIDTH) -> Tensor:
     """Rows -> int64 table [rows, width] on the device, without waiting for it. Never changed afterwards: a captured graph may own it."""
-    if not rows:
+    if not len(rows):
         return torch.zeros(0, width, dtype=torch.int64, device=device)
-    host = torch.tensor(rows, dtype=torch.int64, pin_memory=on_gpu(device))
+    host = torch.tensor(rows, dtype=torch.int64, pin_memory=on_gpu(device)) if isinstance(rows, list) else rows.pin_memory() if on_gpu(device) else rows
     table = host.to(device, non_blocking=True)
     table._source = host  # type: ignore[attr-defined]  # a graph that captured the copy reads this memory at every replay
     return table

@@ -25,8 +25,8 @@ from typing import Any
 
 import deepspeed
 import torch
-from torch import Tensor
 from llama import Llama, batches
+from torch import Tensor
 from train_step import BATCHES, allocated, wait
 
 import ampplug.integrations.deepspeed  # noqa: F401

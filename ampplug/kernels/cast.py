@@ -12,7 +12,7 @@ Bytes: one read of x, one write of q and one of its transpose: 4 per bf16 elemen
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -328,18 +328,36 @@ def triton_cast(
     scale_inv = torch.empty(1, dtype=torch.float32, device=x.device)
     rowwise = torch.empty(m, k16, dtype=dtype, device=x.device) if rows else None
     columnwise = torch.empty(k16, m16, dtype=dtype, device=x.device) if transpose else None
-    grid = grid_of(m16 if transpose else m, k16, TILE_M, TILE_K, SPAN, x.device)
+    launch_cast(x, dtype, rowwise, columnwise, scale_inv, scale, partials, record, scratch, power_of_two)
+    return rowwise, columnwise, scale_inv
+
+
+def launch_cast(
+    x: Tensor,
+    dtype: torch.dtype,
+    rows: Tensor | None,
+    columns: Tensor | None,
+    scale_inv: Tensor,
+    scale: Tensor | None,
+    partials: Tensor | None,
+    record: Tensor | None,
+    scratch: Tensor | None,
+    power_of_two: bool,
+) -> Any:
+    """`triton_cast` into given results, those of `cast`. Returns what Triton compiled."""
+    m, k = x.shape
+    m16, k16 = round_up(m, 16), round_up(k, 16)
+    grid = grid_of(m16 if columns is not None else m, k16, TILE_M, TILE_K, SPAN, x.device)
     fp8_max = formats.FP8_MAX[dtype]
-    launch(
+    return launch(
         cast_kernel, (grid.programs,), x,
-        rowwise if rows else x, columnwise if transpose else x, scale_inv,
+        x if rows is None else rows, x if columns is None else columns, scale_inv,
         scale if scale is not None else scale_inv,
         partials.view(torch.int32) if partials is not None else x,
         record.view(torch.int32) if record is not None else x,
         scratch if scratch is not None else x,
         m, k, x.stride(0), x.stride(1), k16, m16, partials.numel() if partials is not None else 0, grid.tiles_m, grid.span, grid.menders, 0.0,
         FP8_MAX=fp8_max, OUTGROWN_MAX=fp8_max * OUTGROWN, DELAYED=scale is not None, JUST_IN_TIME=partials is not None,
-        RECORD=record is not None, ROWS=rows, COLUMNS=transpose, POWER_OF_TWO=power_of_two, FP8=getattr(tl, _FP8[dtype]),
+        RECORD=record is not None, ROWS=rows is not None, COLUMNS=columns is not None, POWER_OF_TWO=power_of_two, FP8=getattr(tl, _FP8[dtype]),
         BM=TILE_M, BK=TILE_K, PARTIALS=MAX_PARTIALS, num_warps=WARPS, maxnreg=REGISTERS,
     )  # fmt: skip
-    return rowwise, columnwise, scale_inv

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ampplug.nn import native
 from ampplug.nn.compiled import traced_linear
 from ampplug.nn.linear_function import LinearState, fp8_linear
 
@@ -35,7 +36,17 @@ class Linear(_Converted, nn.Linear):
     """An `nn.Linear` that computes in FP8. Made by `ampplug.initialize`, in place: the module and its parameters stay the same objects."""
 
     def forward(self, input: Tensor) -> Tensor:  # named as nn.Linear's
-        return _linear(input, self.weight, self.bias, self._ampplug, self.training)
+        if torch.compiler.is_compiling():
+            return traced_linear(input, self.weight, self.bias, self._ampplug, self.training)
+        state = self._ampplug
+        if state.native is not None and self.training:
+            y = state.native(input, self._parameters)
+            if y is not None:
+                return y
+        y = fp8_linear(input, self.weight, self.bias, state, self.training)
+        if self.training and native.wanted(input):
+            native.attach(state)
+        return y
 
 
 def is_converted(module: nn.Module) -> bool:

@@ -41,6 +41,8 @@ class LinearState:
     weight: Weight
     transposed: bool  # the parameter is [K, N] (Hugging Face's Conv1D)
     fp32_gradient: bool = False  # gradients of weight and bias are fp32, whatever they are themselves
+    native: Any = None  # the layer in C++, and what it was made of (nn/native.py)
+    native_of: tuple = ()
 
     def __post_init__(self) -> None:
         self.own_slot = self.x_slot  # of x, were there no siblings

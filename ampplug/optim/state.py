@@ -12,7 +12,7 @@ from torch import Tensor
 from ampplug import formats
 from ampplug.kernels.adam_step import AdamTensor, reference_adam_step, triton_adam_step
 from ampplug.kernels.norm import MAX_PROGRAMS, reference_norm, triton_norm
-from ampplug.kernels.tables import COLUMN, HYPER, KIND, chunk_table
+from ampplug.kernels.tables import COLUMN, HYPER, KIND, WIDTH, chunk_table
 from ampplug.kernels.triton_runtime import on_gpu
 from ampplug.storage import Arena, Master, Weight, matrix_shape, table_row, upload
 
@@ -57,6 +57,8 @@ class AdamState:
         self._hyper: Tensor | None = None
         self._hyper_values: Any = None
         self._table_key: Any = None
+        self._grads: Any = None
+        self._rows: Tensor | None = None  # the table without gradients, on the host
         self._table: Tensor | None = None
         self._chunks: Tensor | None = None
         self._owned_by_graphs: list[Any] = []
@@ -184,11 +186,9 @@ class AdamState:
 
     def set_table(self, active: Sequence[tuple[Record, Tensor | None, int]]) -> tuple[Tensor, Tensor]:
         """(table, chunks) for (record, gradient or None, group), uploaded when an address changed."""
-        key = [
-            (r.ordinal, r.param.data_ptr(), r.param.dtype, 0 if g is None else g.data_ptr(), None if g is None else g.dtype, group)
-            for r, g, group in active
-        ]
-        if key != self._table_key or self._table is None:
+        key = [(r.ordinal, r.param.data_ptr(), r.param.dtype, group) for r, _, group in active]
+        grads = [(0, 0) if g is None or not g.numel() else (g.data_ptr(), KIND[g.dtype]) for _, g, _ in active]
+        if key != self._table_key or self._rows is None:
             rows: list[list[int]] = [[]] * len(self.records)
             shapes = [(0, 0)] * len(self.records)
             for r in self.records.values():  # those in no group keep a row without gradient
@@ -197,16 +197,19 @@ class AdamState:
                 row[COLUMN["ordinal"]], row[COLUMN["first"]] = r.key, r.first
                 rows[r.ordinal] = row
                 shapes[r.ordinal] = row[COLUMN["rows"]], row[COLUMN["cols"]]
-            for r, g, group in active:
-                row = rows[r.ordinal]
-                row[COLUMN["group"]] = group
-                if g is not None and g.numel():
-                    row[COLUMN["grad"]], row[COLUMN["grad_kind"]] = g.data_ptr(), KIND[g.dtype]
-                    row[COLUMN["aligned"]] &= int(g.data_ptr() % 16 == 0)
-            self._table = upload(rows, self.device)
+            for r, _, group in active:
+                rows[r.ordinal][COLUMN["group"]] = group
+            self._rows = torch.tensor(rows, dtype=torch.int64).view(-1, WIDTH)
+            self._ordinals = torch.tensor([r.ordinal for r, _, _ in active], dtype=torch.int64)
             if self._chunks is None or self._table_key is None:
                 self._chunks = chunk_table(shapes, self.device)
-            self._table_key = key
+            self._table, self._table_key = None, key
+        if self._table is None or grads != self._grads:  # gradients move often, all else seldom
+            table, found = self._rows.clone(), torch.tensor(grads, dtype=torch.int64).view(-1, 2)
+            table[self._ordinals, COLUMN["grad"]] = found[:, 0]
+            table[self._ordinals, COLUMN["grad_kind"]] = found[:, 1]
+            table[self._ordinals, COLUMN["aligned"]] &= (found[:, 0] % 16 == 0).long()
+            self._table, self._grads = upload(table, self.device), grads
         assert self._chunks is not None
         self._keep_for_graph((self._table, self._chunks))
         return self._table, self._chunks

@@ -15,6 +15,7 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from ampplug.kernels import adam_step, cast, norm, refresh, scale_update, swiglu, transpose
+from ampplug.nn import native
 
 def check(kernel, arguments, constants, warps):
     names = kernel.arg_names
@@ -31,12 +32,21 @@ def check(kernel, arguments, constants, warps):
     # a constant beyond fp32 makes whole tiles fp64, at a tenth of the speed
     assert kernel is scale_update.scale_update_kernel or not re.search("tensor<[0-9x]+xf64", built.asm["ttgir"]), kernel
     print(kernel.fn.__name__, "compiled")
+    return built
 
 CAST = ("x:*bf16 rows:*fp8e4nv columns:*fp8e4nv scale_inv:*fp32 slot_scale:*fp32 partials:*i32 record:*i32 scratch:*i32 M:i32 K:i32 stride_m:i32 "
         "row_stride:i32 column_stride:i32 n_partials:i32 tiles_m:i32 span:i32 menders:i32 zero:fp32")
-for delayed, own in ((True, False), (True, True), (False, True)):
-    check(cast.cast_kernel, CAST, dict(stride_k=1, FP8_MAX=448.0, OUTGROWN_MAX=460.0, DELAYED=delayed, JUST_IN_TIME=own, RECORD=delayed, ROWS=True,
-          COLUMNS=True, POWER_OF_TWO=False, FP8=tl.float8e4nv, BM=cast.TILE_M, BK=cast.TILE_K, PARTIALS=cast.MAX_PARTIALS), cast.WARPS)
+module = native.load()  # C++, which launches this kernel with parameters of its own making
+for delayed, own, ones in ((True, False, ["stride_k"]), (True, False, ["M", "stride_k", "tiles_m", "span", "menders"]), (True, True, ["stride_k"]), (False, True, ["stride_k"])):
+    given = " ".join(pair for pair in (CAST + " stride_k:i32").split() if pair.split(":")[0] not in ones)
+    built = check(cast.cast_kernel, given, dict(**dict.fromkeys(ones, 1), FP8_MAX=448.0, OUTGROWN_MAX=460.0, DELAYED=delayed, JUST_IN_TIME=own,
+          RECORD=delayed, ROWS=True, COLUMNS=True, POWER_OF_TWO=False, FP8=tl.float8e4nv, BM=cast.TILE_M, BK=cast.TILE_K, PARTIALS=cast.MAX_PARTIALS),
+          cast.WARPS)
+    if module is not None:
+        integers = cast.cast_kernel.arg_names[8:18]
+        key = sum(2 << 2 * (9 - integers.index(name)) for name in ones)  # as Cast::key has them
+        assert native.unlike(built, module.parameter_sizes(key)) is None, native.unlike(built, module.parameter_sizes(key))
+        assert "parameters have" in native.unlike(built, module.parameter_sizes(key ^ 2))
 SWIGLU = ("a:*bf16 b:*bf16 dh:*bf16 rows:*fp8e4nv columns:*fp8e4nv scale_inv:*fp32 slot_scale:*fp32 partials:*i32 record:*i32 scratch:*i32 "
           "rows_2:*fp8e4nv columns_2:*fp8e4nv scale_inv_2:*fp32 slot_scale_2:*fp32 partials_2:*i32 record_2:*i32 scratch_2:*i32 "
           "M:i32 K:i32 column_stride:i32 n_partials:i32 tiles_m:i32 span:i32 menders:i32 zero:fp32")
