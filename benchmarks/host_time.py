@@ -24,9 +24,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+os.environ["AMPPLUG_NATIVE"] = "1"  # before ampplug is imported
+
 import torch
+from llama import Llama, batches
 from torch import Tensor, nn
-from train_step import Llama, batches
 
 import ampplug
 from ampplug.kernels.cast import cast
@@ -87,7 +89,7 @@ class Run:
 def whole_step(arguments: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
     """Rows of the model."""
     arguments.vocabulary = 1024
-    data = batches(arguments, 1, device)
+    data = batches(16, 1, arguments.sequence, 1024, device)
     runs = [Run(name, arguments, data, device) for name in arguments.modes.split(",")]
     for run in runs:
         run.round(8, keep=False)  # compiles, first scales
