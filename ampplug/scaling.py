@@ -157,7 +157,7 @@ class ScaleBook:
 
         A slot that several layers use is there under the name of each: the run that loads it may share slots otherwise.
         """
-        used = torch.tensor(self.uses, device=self.device)
+        used = torch.tensor(self.uses, dtype=torch.long, device=self.device)
         return {"slots": list(self.names), "history": self.history[used], "position": self.position[used], "scale": self.scale[used]}
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:

@@ -307,7 +307,9 @@ def upload(rows: list[list[int]] | Tensor, device: torch.device, width: int = WI
     """Rows -> int64 table [rows, width] on the device, without waiting for it. Never changed afterwards: a captured graph may own it."""
     if not len(rows):
         return torch.zeros(0, width, dtype=torch.int64, device=device)
-    host = torch.tensor(rows, dtype=torch.int64, pin_memory=on_gpu(device)) if isinstance(rows, list) else rows.pin_memory() if on_gpu(device) else rows
+    host = torch.tensor(rows, dtype=torch.int64) if isinstance(rows, list) else rows
+    if device.type == "cuda":
+        host = host.pin_memory()
     table = host.to(device, non_blocking=True)
     table._source = host  # type: ignore[attr-defined]  # a graph that captured the copy reads this memory at every replay
     return table

@@ -49,9 +49,9 @@ for delayed, own, ones in ((True, False, ["stride_k"]), (True, False, ["M", "str
         assert "parameters have" in native.unlike(built, module.parameter_sizes(key ^ 2))
 SWIGLU = ("a:*bf16 b:*bf16 dh:*bf16 rows:*fp8e4nv columns:*fp8e4nv scale_inv:*fp32 slot_scale:*fp32 partials:*i32 record:*i32 scratch:*i32 "
           "rows_2:*fp8e4nv columns_2:*fp8e4nv scale_inv_2:*fp32 slot_scale_2:*fp32 partials_2:*i32 record_2:*i32 scratch_2:*i32 "
-          "M:i32 K:i32 column_stride:i32 n_partials:i32 tiles_m:i32 span:i32 menders:i32 zero:fp32")
+          "h_columns:*fp8e4nv h_inv:*fp32 M:i32 K:i32 column_stride:i32 n_partials:i32 tiles_m:i32 span:i32 menders:i32 zero:fp32")
 for backward, own in ((False, False), (True, False), (True, True)):
-    check(swiglu.swiglu_kernel, SWIGLU, dict(BACKWARD=backward, FP8_MAX=448.0, OUTGROWN_MAX=460.0, DELAYED=not own, JUST_IN_TIME=own, RECORD=True, ROWS=True,
+    check(swiglu.swiglu_kernel, SWIGLU, dict(BACKWARD=backward, H_COLUMNS=backward, FP8_MAX=448.0, OUTGROWN_MAX=460.0, DELAYED=not own, JUST_IN_TIME=own, RECORD=True, ROWS=True,
           COLUMNS=True, POWER_OF_TWO=False, FP8=tl.float8e4nv, BM=32, BK=128, PARTIALS=cast.MAX_PARTIALS), swiglu.WARPS)
     check(swiglu.partial_amaxes_kernel, "a:*bf16 b:*bf16 dh:*bf16 first:*i32 second:*i32 M:i32 K:i32", dict(BACKWARD=backward, BM=32, BK=128), 8)
 check(cast.partial_amax_kernel, "x:*bf16 partials:*i32 M:i32 K:i32 stride_m:i32", dict(stride_k=1, BM=32, BK=128), 4)
