@@ -15,6 +15,7 @@ from ampplug.config import Config
 from ampplug.convert import convert_layers, split_parameters
 from ampplug.distributed.replicas import Replicas
 from ampplug.kernels.triton_runtime import on_gpu
+from ampplug.nn.te import check_model
 from ampplug.optim.adamw import LOW_BIT
 from ampplug.optim.base import LowBitOptimizer, check_group, check_moments, check_parameter
 from ampplug.planning import Plan, make_plan
@@ -46,7 +47,7 @@ def initialize(
         optimizer: a torch optimizer, a list of them, or None (O0, O1). O2 takes exactly torch.optim.Adam and AdamW, O1 any.
         opt_level: "O0" (nothing is changed, the plan is logged), "O1" (FP8 GEMMs) or "O2" (also 8-bit moments and split masters).
         backend, recipe, select: see `Config`.
-        use_te: MS-AMP's spelling of the Transformer Engine backend, which this version does not have; None or False.
+        use_te: True is MS-AMP's spelling of backend="te".
         process_group: the data-parallel group whose ranks share scales. None: the default group, if there is one at the first step; False: none.
         config: a `Config` or a dict of its fields, instead of keyword arguments.
         settings: further fields of `Config`: history, margin, power_of_two, fuse, seed.
@@ -92,8 +93,12 @@ def _resolve(
     opt_level: str, backend: str, recipe: str, select: Any, use_te: bool | None, config: Config | dict[str, Any] | None, settings: dict[str, Any]
 ) -> Config:
     """One Config of all the ways to give one."""
-    if use_te or backend == "te" or (isinstance(config, dict) and config.get("backend") == "te"):
-        raise ValueError("backend='te' (use_te=True): this version has no Transformer Engine backend; legal values of backend are 'auto', 'native'")
+    if use_te is not None and not isinstance(use_te, bool):
+        raise TypeError(f"use_te={use_te!r} is a {type(use_te).__name__}; legal are None, True and False")
+    if use_te:
+        if backend not in ("auto", "te"):
+            raise ValueError(f"use_te=True means backend='te', and backend={backend!r} is given too; give one of them")
+        backend = "te"
     arguments = {"opt_level": opt_level, "backend": backend, "recipe": recipe, "select": select, **settings}
     if config is None:
         return Config.from_dict(arguments)
@@ -157,6 +162,8 @@ def _check(model: Any, optimizers: list[Any], config: Config) -> None:
     devices = sorted({str(p.device) for p in parameters})
     if len(devices) > 1:
         raise ValueError(f"model and optimizer hold parameters on {', '.join(devices)}; ampplug takes one device a process")
+    if config.backend == "te":
+        check_model(model, next((p.device for p in parameters), torch.device("cpu")))
     if config.opt_level != "O2":
         return
     if not optimizers:

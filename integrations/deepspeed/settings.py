@@ -49,6 +49,8 @@ def _from_block(block: Any) -> Config | None:
         config = Config.from_dict({k: v for k, v in settings.items() if k != "enabled"})
     except (TypeError, ValueError) as error:
         raise type(error)(f"{KEY}: {error}") from None
+    if config.backend == "te":
+        raise ValueError(f"{KEY}: backend='te' is not available under DeepSpeed; legal values are 'auto', 'native'")
     return config if enabled else None
 
 
