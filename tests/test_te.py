@@ -1,4 +1,4 @@
-"""Transformer Engine's modules under ampplug, on a double of its Python part (tests/te_double); the real one: tests/gpu/test_te.py."""
+"""Transformer Engine's modules under ampplug, on a double of its Python part (tests/te_double); the real one: tests/gpu/test_transformer_engine.py."""
 
 from __future__ import annotations
 
