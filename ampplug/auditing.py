@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ampplug.kernels.triton_runtime import launches, on_gpu
 from ampplug.planning import SMALLEST_DIMENSION, SMALLEST_WEIGHT
+from ampplug.storage import held_weights
 
 # ampplug's kernels by what they are for; what else runs on the GPU is "other"
 _KINDS = {
@@ -141,7 +142,7 @@ def audit(step: Callable[..., Any], *batch: Any, model: nn.Module, optimizer: An
     peak = torch.cuda.max_memory_allocated(device) if gpu else None
     gpu_ms, counts, per_layer = _profile(step, batch, steps, device) if gpu else (None, None, None)
     converted = [m for m in model.modules() if "_ampplug" in vars(m)]  # a layer's own: a compiled one's wrapper shows it, too
-    weights: list[Any] = [m.weight for m in converted]
+    weights: list[Any] = [w.param for m in converted for w in held_weights(m._ampplug)]
     return Audit(
         device=torch.cuda.get_device_name(device) if gpu else str(device),
         layers=len(converted),

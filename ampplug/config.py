@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 LEVELS = ("O0", "O1", "O2")
-BACKENDS = ("auto", "native")
+BACKENDS = ("auto", "native", "te")
 RECIPES = ("delayed", "current")
 GRAD_DTYPES = (None, "fp32")
 
@@ -21,7 +21,8 @@ class Config:
     """O0: dry run, only the plan. O1: FP8 GEMMs, any optimizer. O2: also 8-bit moments and split masters (Adam, AdamW)."""
 
     backend: str = "auto"
-    """Whose FP8 layers: "native" is ampplug's own; "auto" picks (native, for now the only one)."""
+    """Whose FP8 layers: "native" is ampplug's own; "te": Transformer Engine modules in the model take their FP8 weights from ampplug's
+    step (nn.Linear stays native). "auto" is "native"."""
 
     recipe: str = "delayed"
     """Scaling of activations and output gradients: "delayed" (from the amaxes of past steps) or "current" (from the tensor's own amax)."""

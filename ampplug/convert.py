@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from ampplug import formats
 from ampplug.nn.linear import Linear, LinearState, conv1d_class, is_converted
 from ampplug.nn.swiglu import fuse, unfuse
+from ampplug.nn.te import fed_weights, is_fed, is_te_module
 from ampplug.planning import Plan, is_conv1d, plain_modules
 from ampplug.scaling import ScaleBook
 from ampplug.siblings import find_siblings
@@ -38,13 +39,17 @@ def convert_layers(model: nn.Module, plan: Plan, device: torch.device) -> tuple[
     """Turn the plan's layers into FP8 layers. W8 is made by the caller, once masters are in place."""
     config = plan.config
     modules = plain_modules(model)
-    chosen = [(name, modules[name]) for name in plan.converted]
+    chosen = [(name, modules[name]) for name in plan.converted if not is_te_module(modules[name])]
+    fed = [(name, modules[name]) for name in plan.converted if is_te_module(modules[name])]
     weights: dict[int, tuple[str, Tensor]] = {}
     for name, module in chosen:
         weight = module._parameters.get("weight")
         # weight_norm and the like compute the weight anew at each call: it is cast inside the call, and the bank's entry stays unused
         key = module.weight if weight is None else weight
         weights.setdefault(id(key), (f"{name}.weight" if name else "weight", key))
+    for name, module in fed:
+        for key, p in fed_weights(module):
+            weights.setdefault(id(p), (f"{name}.{key}" if name else key, p))
     for _, p in weights.values():
         if not p.is_contiguous():
             p.data = p.data.contiguous()
@@ -68,6 +73,10 @@ def convert_layers(model: nn.Module, plan: Plan, device: torch.device) -> tuple[
         module.__class__ = conv1d_class(type(module)) if transposed else Linear
         module._ampplug = LinearState(book, 2 * i, 2 * i + 1, bank, entry, transposed, config.grad_dtype == "fp32")
     share_slots(model, plan)
+    for _, module in fed:
+        from ampplug.nn.te_workspace import feed_from
+
+        feed_from(module, bank, [bank.weights[index[id(p)]] for _, p in fed_weights(module)])
     for name, children in plan.blocks.items():
         fuse(modules[name], children)
     for module in model.modules():
@@ -82,7 +91,7 @@ def convert_layers(model: nn.Module, plan: Plan, device: torch.device) -> tuple[
 def share_slots(model: nn.Module, plan: Plan) -> None:
     """Give converted layers that are called with the same input one slot for it: one scale, and one cast where the input is really the same."""
     modules = plain_modules(model)
-    layers = [(modules[layer.name], layer) for layer in plan.layers if layer.converts]
+    layers = [(modules[layer.name], layer) for layer in plan.layers if layer.converts and not is_te_module(modules[layer.name])]
     widths = {id(module): layer.shape[0 if layer.kind == "Conv1D" else 1] for module, layer in layers}
     blocks = ([getattr(modules[name], child) for child in (children.gate, children.up)] for name, children in plan.blocks.items())
     for first, *others in (*find_siblings(model, widths), *blocks):
@@ -96,4 +105,8 @@ def restore_layers(model: nn.Module) -> None:
         unfuse(module)
         if is_converted(module):
             module.__class__ = type(module).__bases__[-1]  # FP8 layers derive from (..., the class that they were made of)
+            del module._ampplug
+        elif is_fed(module):
+            module.__class__ = type(module).__bases__[-1]
+            module._fp8_workspaces.clear()  # type: ignore[union-attr, operator]
             del module._ampplug

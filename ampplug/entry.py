@@ -16,6 +16,7 @@ from ampplug.convert import convert_layers, split_parameters
 from ampplug.distributed.replicas import Replicas
 from ampplug.kernels.triton_runtime import on_gpu
 from ampplug.nn.fp32_gradient import round_for_step, supported, widen
+from ampplug.nn.te import check_model
 from ampplug.optim.adamw import LOW_BIT
 from ampplug.optim.base import LowBitOptimizer, check_group, check_moments, check_parameter
 from ampplug.planning import Plan, make_plan
@@ -54,7 +55,7 @@ def initialize(
         optimizer: a torch optimizer, a list of them, or None (O0, O1). O2 takes exactly torch.optim.Adam and AdamW, O1 any.
         opt_level: "O0" (nothing is changed, the plan is logged), "O1" (FP8 GEMMs) or "O2" (also 8-bit moments and split masters).
         backend, recipe, select: see `Config`.
-        use_te: MS-AMP's spelling of the Transformer Engine backend, which this version does not have; None or False.
+        use_te: True is MS-AMP's spelling of backend="te".
         process_group: the data-parallel group whose ranks share scales. None: the default group, if there is one at the first step; False: none.
         config: a `Config` or a dict of its fields, in place of keyword arguments or beside them; a setting given in both must be the same.
         settings: further fields of `Config`: history, margin, power_of_two, fuse, grad_dtype, seed.
@@ -122,8 +123,12 @@ def _resolve(
     opt_level: str, backend: str, recipe: str, select: Any, use_te: bool | None, config: Config | dict[str, Any] | None, settings: dict[str, Any]
 ) -> Config:
     """One Config of all the ways to give one."""
-    if use_te or backend == "te" or (isinstance(config, dict) and config.get("backend") == "te"):
-        raise ValueError("backend='te' (use_te=True): this version has no Transformer Engine backend; legal values of backend are 'auto', 'native'")
+    if use_te is not None and not isinstance(use_te, bool):
+        raise TypeError(f"use_te={use_te!r} is a {type(use_te).__name__}; legal are None, True and False")
+    if use_te:
+        if backend not in ("auto", "te"):
+            raise ValueError(f"use_te=True means backend='te', and backend={backend!r} is given too; give one of them")
+        backend = "te"
     arguments = {"opt_level": opt_level, "backend": backend, "recipe": recipe, "select": select, **settings}
     given = {k: v for k, v in arguments.items() if not isinstance(v, _Default)}
     if config is None:
@@ -194,6 +199,8 @@ def _check(model: Any, optimizers: list[Any], config: Config, planning: bool = F
             f"optimizer holds {len(held)} parameters, none of them the model's ({trainable} to be trained): it was made for another model, or before the "
             "model's parameters were replaced. Make it of model.parameters()"
         )
+    if config.backend == "te" and not planning:
+        check_model(model, next((p.device for p in parameters), torch.device("cpu")))
     if config.opt_level != "O2":
         return
     if not optimizers and not planning:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from ampplug.kernels.triton_runtime import on_gpu
 from ampplug.nn.linear import LinearState
 from ampplug.optim.base import LowBitOptimizer
+from ampplug.storage import held_weights
 
 EAGER_STEPS = 3  # torch.cuda.graph wants lazy initialisation to be over; DDP wants eleven
 EAGER_STEPS_DDP = 11
@@ -217,9 +218,11 @@ class CapturedStep:
     def _refresh_stale(self) -> None:
         """FP8 copies of weights that were written to since they were made."""
         banks: dict[int, tuple[Any, list[Any]]] = {}
-        for s in self._layers():
-            if not s.weight.fresh:
-                banks.setdefault(id(s.bank), (s.bank, []))[1].append(s.weight)
+        for module in self.model.modules():
+            state = getattr(module, "_ampplug", None)
+            for w in held_weights(state):
+                if not w.fresh:
+                    banks.setdefault(id(state.bank), (state.bank, []))[1].append(w)  # type: ignore[union-attr]
         for bank, weights in banks.values():
             distinct = list({id(w): w for w in weights}.values())
             bank.refresh(distinct, keep_scale=any(w.master.restored for w in distinct))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ampplug.config import Config
 from ampplug.kernels.triton_runtime import on_gpu
 from ampplug.nn.swiglu import Names, find_blocks
+from ampplug.nn.te import fed_weights, is_te_module, why_not_fed
 
 # On a GPU, "auto" leaves a Linear in high precision below these sizes: its casts cost more than its GEMM saves. See docs/levels.md.
 SMALLEST_DIMENSION = 512
@@ -85,7 +86,7 @@ class Plan:
     @property
     def converted(self) -> tuple[str, ...]:
         """Names of the layers that compute in FP8 (at O0: that would at another level)."""
-        return tuple(layer.name for layer in self.layers if layer.converts)
+        return tuple(dict.fromkeys(layer.name for layer in self.layers if layer.converts))
 
     def bytes_per_parameter(self) -> dict[str, float]:
         """Mean bytes an element, by kind, after conversion; "before" and "total" beside them. Of O1, what ampplug knows: no optimizer state."""
@@ -188,6 +189,14 @@ def _decide(name: str, module: nn.Module, config: Config, users: dict[int, list[
     return True, "large enough for FP8 to pay" if gpu else "eligible"
 
 
+def _decide_te(module: nn.Module, config: Config) -> tuple[bool, str]:
+    """Whether a Transformer Engine module takes its FP8 weights from ampplug, and why."""
+    why = why_not_fed(module)
+    if config.backend != "te":
+        return False, "Transformer Engine's own, in the user's autocast; " + (why or "casts its weights itself (backend='te' feeds them)")
+    return not why, why or "Transformer Engine's own, in the user's autocast; takes its FP8 weights from each step"
+
+
 def _check_patterns(select: object, names: list[str]) -> None:
     """ValueError for a pattern that matches no layer: left alone, a typo would train unconverted."""
     if not names or callable(select) or isinstance(select, str):
@@ -211,6 +220,7 @@ def make_plan(model: nn.Module, optimizer_parameters: Iterable[Tensor] | None, c
     elsewhere = device is not None and device.type == "cuda" and not torch.cuda.is_available()
     gpu = elsewhere or on_gpu(where)
     layers, fp8_layers = [], set()
+    fed: set[int] = set()  # weights of Transformer Engine modules
     modules = plain_modules(model)
     for name, module in modules.items():
         if isinstance(module, nn.Linear) or is_conv1d(module):
@@ -218,7 +228,14 @@ def make_plan(model: nn.Module, optimizer_parameters: Iterable[Tensor] | None, c
             if converts and config.opt_level != "O0":
                 fp8_layers.add(id(module))
             layers.append(LayerPlan(name, type(module).__name__, tuple(module.weight.shape), converts, why))
-    _check_patterns(config.select, [layer.name for layer in layers])
+        elif is_te_module(module):
+            feeds, why = _decide_te(module, config)
+            if feeds and config.opt_level != "O0":
+                fed.update(id(p) for _, p in fed_weights(module))
+            for p in module._parameters.values():
+                if p is not None and p.dim() > 1:
+                    layers.append(LayerPlan(name, f"te.{type(module).__name__}", tuple(p.shape), feeds, why))
+    _check_patterns(config.select, [layer.name for layer in layers if not layer.kind.startswith("te.")])
     blocks = {}
     if config.fuse:
         real, own_name = dict(model.named_modules()), {id(module): name for name, module in modules.items()}
@@ -238,6 +255,7 @@ def make_plan(model: nn.Module, optimizer_parameters: Iterable[Tensor] | None, c
         holders = users.get(id(p), [])
         fp8 = any(id(m) in fp8_layers and m._parameters.get("weight") is p for _, m in holders)
         others = [n or "(root)" for n, m in holders if not (id(m) in fp8_layers and m._parameters.get("weight") is p)]
+        fp8 = fp8 or id(p) in fed
         after, becomes, why = p.dtype, "as it is", "no FP8 layer uses it" if not fp8 else "the layer's own; W8 is refreshed after each step"
         # a frozen parameter in the optimizer is not touched; if it is unfrozen later, it is its own fp32 master
         is_stepped = id(p) in stepped and config.opt_level == "O2" and (p.requires_grad or p.grad is not None)

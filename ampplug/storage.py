@@ -253,6 +253,14 @@ class WeightBank:
         return self._tables[key]
 
 
+def held_weights(state: Any) -> list[Weight]:
+    """The bank's weights of a layer's state: one of a Linear, two of a Transformer Engine MLP, none of a layer that has no state."""
+    if state is None:
+        return []
+    several = getattr(state, "weights", None)
+    return [state.weight] if several is None else list(several.values())
+
+
 _banks: weakref.WeakValueDictionary[int, WeightBank] = weakref.WeakValueDictionary()
 
 

@@ -51,6 +51,8 @@ def _from_block(block: Any) -> Config | None:
         raise type(error)(f"{KEY}: {error}") from None
     if config.grad_dtype is not None:
         raise ValueError(f"{KEY}: grad_dtype={config.grad_dtype!r} is not available under DeepSpeed, whose own data_types.grad_accum_dtype = 'fp32' does it")
+    if config.backend == "te":
+        raise ValueError(f"{KEY}: backend='te' is not available under DeepSpeed; legal values are 'auto', 'native'")
     return config if enabled else None
 
 

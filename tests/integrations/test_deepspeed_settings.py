@@ -27,6 +27,7 @@ def test_what_is_legal():
         ({"enabled": 1}, TypeError, "enabled=1 is a int"),
         ({"opt_level": "O1"}, ValueError, '"enabled" is missing'),
         ({"enabled": True, "opt_level": "O3"}, ValueError, "'O3' is not available"),
+        ({"enabled": True, "backend": "te"}, ValueError, "backend='te' is not available under DeepSpeed.*'native'"),
         ({"enabled": True, "opt_level": "o1"}, ValueError, "did you mean 'O1'"),
         ({"enabled": True, "opt_level": 2}, ValueError, "opt_level=2"),
         ({"enabled": True, "opt_level": "auto"}, ValueError, "opt_level is 'auto', which nothing fills in"),
