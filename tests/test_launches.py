@@ -170,11 +170,15 @@ def test_swiglu_as_one():
 
 @pytest.mark.parametrize("layers", [1, 3])
 def test_optimizer_scales_and_clip_take_four(layers):
-    """The norm, the step, the transposes, the scales: for any number of tensors, and nothing by torch beside them."""
+    """The norm, the step, the transposes, the scales: for any number of tensors, and nothing by torch beside them, while gradients stay where they are.
+
+    Where they moved, the host makes one table anew and uploads it.
+    """
     x = inputs()
     model, optimizer = settled(nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(layers)]), x)
     model(x).sum().backward()
-    found = counted(lambda: (ampplug.clip_grad_norm_(model.parameters(), 1.0), optimizer.step()))
+    moved, found = (counted(lambda: (ampplug.clip_grad_norm_(model.parameters(), 1.0), optimizer.step())) for _ in range(2))
+    assert sum(n for name, n in moved.items() if name.endswith("_kernel")) == 4 and moved["clone"] == 1  # of the host's table
     assert found == Counter({"norm_kernel": 1, "adam_step_kernel": 1, "transpose_kernel": 1, "scale_update_kernel": 1}), found
 
 
