@@ -21,8 +21,8 @@ class Config:
     """O0: dry run, only the plan. O1: FP8 GEMMs, any optimizer. O2: also 8-bit moments and split masters (Adam, AdamW)."""
 
     backend: str = "auto"
-    """Whose FP8 layers: "native" is ampplug's own; "te": Transformer Engine modules in the model take their FP8 weights from ampplug's
-    step (nn.Linear stays native). "auto" is "native"."""
+    """Whose FP8 layers: "native" is ampplug's own; "te": Transformer Engine's, with FP8 weights from ampplug's step: modules of it in the model
+    as they are, or, where there are none, nn.Linear turned into te.Linear. "auto" is "native"."""
 
     recipe: str = "delayed"
     """Scaling of activations and output gradients: "delayed" (from the amaxes of past steps) or "current" (from the tensor's own amax)."""

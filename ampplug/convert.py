@@ -9,6 +9,7 @@ from ampplug import formats
 from ampplug.nn.linear import Linear, LinearState, conv1d_class, is_converted
 from ampplug.nn.swiglu import fuse, unfuse
 from ampplug.nn.te import fed_weights, is_fed, is_te_module
+from ampplug.nn.te_linear import become_te, converted_is_fed, drop_te, unwrap_root, wrap_root
 from ampplug.planning import Plan, is_conv1d, plain_modules
 from ampplug.scaling import ScaleBook
 from ampplug.siblings import find_siblings
@@ -41,8 +42,10 @@ def convert_layers(model: nn.Module, plan: Plan, device: torch.device) -> tuple[
     modules = plain_modules(model)
     chosen = [(name, modules[name]) for name in plan.converted if not is_te_module(modules[name])]
     fed = [(name, modules[name]) for name in plan.converted if is_te_module(modules[name])]
+    by_te = [(name, module) for name, module in chosen if name in {layer.name for layer in plan.layers if layer.te}]
+    chosen = [pair for pair in chosen if pair not in by_te]
     weights: dict[int, tuple[str, Tensor]] = {}
-    for name, module in chosen:
+    for name, module in [*chosen, *(by_te if converted_is_fed() else ())]:
         weight = module._parameters.get("weight")
         # weight_norm and the like compute the weight anew at each call: it is cast inside the call, and the bank's entry stays unused
         key = module.weight if weight is None else weight
@@ -77,6 +80,12 @@ def convert_layers(model: nn.Module, plan: Plan, device: torch.device) -> tuple[
         from ampplug.nn.te_workspace import feed_from
 
         feed_from(module, bank, [bank.weights[index[id(p)]] for _, p in fed_weights(module)])
+    for _, module in by_te:
+        from ampplug.nn.te_workspace import TEState
+
+        become_te(module)
+        if converted_is_fed():
+            module._ampplug = TEState(bank, {"weight": bank.weights[index[id(module.weight)]]})
     for name, children in plan.blocks.items():
         fuse(modules[name], children)
     for module in model.modules():
@@ -85,13 +94,15 @@ def convert_layers(model: nn.Module, plan: Plan, device: torch.device) -> tuple[
             module.activation_relu_or_gelu = 0
         if isinstance(module, nn.TransformerEncoder) and any(isinstance(m, Linear) for m in module.modules()):
             module.use_nested_tensor = False  # made for that path alone
+    if by_te:
+        wrap_root(model, config.recipe, config.margin, config.history)
     return bank, book
 
 
 def share_slots(model: nn.Module, plan: Plan) -> None:
     """Give converted layers that are called with the same input one slot for it: one scale, and one cast where the input is really the same."""
     modules = plain_modules(model)
-    layers = [(modules[layer.name], layer) for layer in plan.layers if layer.converts and not is_te_module(modules[layer.name])]
+    layers = [(modules[layer.name], layer) for layer in plan.layers if layer.converts and not layer.te and not is_te_module(modules[layer.name])]
     widths = {id(module): layer.shape[0 if layer.kind == "Conv1D" else 1] for module, layer in layers}
     blocks = ([getattr(modules[name], child) for child in (children.gate, children.up)] for name, children in plan.blocks.items())
     for first, *others in (*find_siblings(model, widths), *blocks):
@@ -101,8 +112,10 @@ def share_slots(model: nn.Module, plan: Plan) -> None:
 
 def restore_layers(model: nn.Module) -> None:
     """Inverse of `convert_layers`, in place: FP8 layers become the Linears that they were. Parameters keep their present values and dtypes."""
+    unwrap_root(model)
     for module in model.modules():
         unfuse(module)
+        drop_te(module)
         if is_converted(module):
             module.__class__ = type(module).__bases__[-1]  # FP8 layers derive from (..., the class that they were made of)
             del module._ampplug

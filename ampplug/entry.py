@@ -16,6 +16,7 @@ from ampplug.convert import convert_layers, split_parameters
 from ampplug.distributed.replicas import Replicas
 from ampplug.kernels.triton_runtime import on_gpu
 from ampplug.nn.fp32_gradient import round_for_step, supported, widen
+from ampplug.nn.linear import is_converted
 from ampplug.nn.te import check_model
 from ampplug.optim.adamw import LOW_BIT
 from ampplug.optim.base import LowBitOptimizer, check_group, check_moments, check_parameter
@@ -178,7 +179,7 @@ def _check(model: Any, optimizers: list[Any], config: Config, planning: bool = F
         if isinstance(o, LowBitOptimizer) or getattr(o, "_ampplug_attached", False):
             raise RuntimeError("optimizer: ampplug.initialize was already called with it; call it once for a model and its optimizer")
     for name, module in model.named_modules():
-        if getattr(module, "_ampplug", None) is not None:
+        if getattr(module, "_ampplug", None) is not None or is_converted(module):
             raise RuntimeError(f"model: its layer {name!r} was already converted; call ampplug.initialize once for a model and its optimizer")
     names = {id(p): n for n, p in model.named_parameters()}
     parameters = _all_parameters(model, optimizers)

@@ -18,6 +18,7 @@ from ampplug.config import Config
 from ampplug.kernels.triton_runtime import on_gpu
 from ampplug.nn.swiglu import Names, find_blocks
 from ampplug.nn.te import fed_weights, is_te_module, why_not_fed
+from ampplug.nn.te_linear import converted_is_fed, why_not_te
 
 # On a GPU, "auto" leaves a Linear in high precision below these sizes: its casts cost more than its GEMM saves. See docs/levels.md.
 SMALLEST_DIMENSION = 512
@@ -34,6 +35,7 @@ class LayerPlan:
     shape: tuple[int, ...]  # of the weight
     converts: bool
     why: str
+    te: bool = False  # a Linear that becomes Transformer Engine's
 
 
 @dataclass(frozen=True)
@@ -197,6 +199,16 @@ def _decide_te(module: nn.Module, config: Config) -> tuple[bool, str]:
     return not why, why or "Transformer Engine's own, in the user's autocast; takes its FP8 weights from each step"
 
 
+def _decide_backend(layer: LayerPlan, module: nn.Module, own: str | None) -> LayerPlan:
+    """Of a Linear that converts with backend='te': whether it becomes Transformer Engine's. own: a module of it that the user built, whose autocast is his."""
+    if own is not None:
+        return replace(layer, why=f"{layer.why}; native, since the model has Transformer Engine's own modules ({own!r}) and so an autocast of its own")
+    why_not = why_not_te(module)
+    if why_not:
+        return replace(layer, why=f"{layer.why}; native: {why_not}")
+    return replace(layer, why=f"{layer.why}; computed by Transformer Engine{'' if converted_is_fed() else ', which casts the weight itself'}", te=True)
+
+
 def _check_patterns(select: object, names: list[str]) -> None:
     """ValueError for a pattern that matches no layer: left alone, a typo would train unconverted."""
     if not names or callable(select) or isinstance(select, str):
@@ -219,15 +231,23 @@ def make_plan(model: nn.Module, optimizer_parameters: Iterable[Tensor] | None, c
     where = next((p.device for p in model.parameters()), torch.device("cpu")) if device is None else device
     elsewhere = device is not None and device.type == "cuda" and not torch.cuda.is_available()
     gpu = elsewhere or on_gpu(where)
-    layers, fp8_layers = [], set()
+    layers: list[LayerPlan] = []
+    fp8_layers: set[int] = set()
+    te_layers: set[int] = set()
     fed: set[int] = set()  # weights of Transformer Engine modules
     modules = plain_modules(model)
+    own_te = next((n for n, m in modules.items() if is_te_module(m) and not isinstance(m, nn.Linear)), None)
     for name, module in modules.items():
         if isinstance(module, nn.Linear) or is_conv1d(module):
             converts, why = _decide(name, module, config, users, gpu)
-            if converts and config.opt_level != "O0":
+            layer = LayerPlan(name, type(module).__name__, tuple(module.weight.shape), converts, why)
+            if converts and config.backend == "te":
+                layer = _decide_backend(layer, module, own_te)
+            if converts and config.opt_level != "O0" and (not layer.te or converted_is_fed()):
                 fp8_layers.add(id(module))
-            layers.append(LayerPlan(name, type(module).__name__, tuple(module.weight.shape), converts, why))
+            if layer.te and config.opt_level != "O0":
+                te_layers.add(id(module))
+            layers.append(layer)
         elif is_te_module(module):
             feeds, why = _decide_te(module, config)
             if feeds and config.opt_level != "O0":
@@ -239,7 +259,7 @@ def make_plan(model: nn.Module, optimizer_parameters: Iterable[Tensor] | None, c
     blocks = {}
     if config.fuse:
         real, own_name = dict(model.named_modules()), {id(module): name for name, module in modules.items()}
-        blocks = {own_name[id(real[name])]: children for name, children in find_blocks(model, fp8_layers).items()}
+        blocks = {own_name[id(real[name])]: children for name, children in find_blocks(model, fp8_layers - te_layers).items()}
     fused = {f"{block}.{child}" if block else child for block, names in blocks.items() for child in names}
     layers = [replace(layer, why=f"{layer.why}; one with SwiGLU") if layer.name in fused else layer for layer in layers]
     stepped = {id(p) for p in optimizer_parameters or ()}
@@ -256,6 +276,8 @@ def make_plan(model: nn.Module, optimizer_parameters: Iterable[Tensor] | None, c
         fp8 = any(id(m) in fp8_layers and m._parameters.get("weight") is p for _, m in holders)
         others = [n or "(root)" for n, m in holders if not (id(m) in fp8_layers and m._parameters.get("weight") is p)]
         fp8 = fp8 or id(p) in fed
+        # Transformer Engine wants weight and bias of one dtype
+        biased = bool(holders) and all(id(m) in te_layers and id(m) in fp8_layers and m._parameters.get("bias") is p for _, m in holders)
         after, becomes, why = p.dtype, "as it is", "no FP8 layer uses it" if not fp8 else "the layer's own; W8 is refreshed after each step"
         # a frozen parameter in the optimizer is not touched; if it is unfrozen later, it is its own fp32 master
         is_stepped = id(p) in stepped and config.opt_level == "O2" and (p.requires_grad or p.grad is not None)
@@ -264,6 +286,8 @@ def make_plan(model: nn.Module, optimizer_parameters: Iterable[Tensor] | None, c
                 becomes, why = "split master", "bf16 plus a 16-bit remainder"
             elif fp8 and not others:
                 after, becomes, why = torch.bfloat16, "split master", "only FP8 layers read it"
+            elif biased:
+                after, becomes, why = torch.bfloat16, "split master", "Transformer Engine wants it of its weight's dtype"
             else:
                 becomes, why = "fp32 master", "its own master" + (f"; also read by {others[0]}" if fp8 else "")
         elif config.opt_level == "O2" and not is_stepped:

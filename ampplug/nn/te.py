@@ -62,14 +62,9 @@ def check_device(device: torch.device) -> None:
 
 def check_model(model: nn.Module, device: torch.device) -> None:
     """Every refusal of backend='te', before anything is changed."""
-    load_te()
+    te = load_te()
     check_device(device)
     found = [(name, m) for name, m in model.named_modules() if is_te_module(m)]
-    if not found:
-        raise ValueError(
-            "backend='te': the model holds no Transformer Engine module (te.Linear, te.LayerNormLinear, te.LayerNormMLP, te.TransformerLayer), and "
-            "ampplug does not turn nn.Linear into te.Linear; backend='auto' computes nn.Linear in FP8 on its own kernels"
-        )
     from ampplug.nn.te_workspace import why_unfit
 
     for name, module in found:
@@ -77,7 +72,8 @@ def check_model(model: nn.Module, device: torch.device) -> None:
             raise ValueError(f"backend='te': {name!r} was built under te.quantized_model_init, its parameters are FP8 already; build it without")
         if getattr(module, "fuse_wgrad_accumulation", False):
             raise ValueError(f"backend='te': {name!r} has fuse_wgrad_accumulation=True, its gradients are not in .grad; build it without")
-    for base in {type(module): None for _, module in found if not why_not_fed(module)}:
+    bases = {type(module): None for _, module in found if not why_not_fed(module)} if found else {te.Linear: None}
+    for base in bases:
         if differs := why_unfit(base, device):
             UNFIT[base] = differs
 

@@ -84,13 +84,13 @@ class TransformerEngineBaseModule(nn.Module):
 class Linear(TransformerEngineBaseModule):
     def __init__(self, in_features, out_features, bias=True, params_dtype=None, device="cpu"):
         super().__init__()
-        self.weight_names = ["weight"]
+        self.weight_names, self.use_bias = ["weight"], bias
         self.weight = nn.Parameter(torch.randn(out_features, in_features, dtype=params_dtype, device=device) / in_features**0.5)
         self.bias = nn.Parameter(torch.zeros(out_features, dtype=params_dtype, device=device)) if bias else torch.Tensor()
 
     def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
         y = self.multiply(inp, self.weight_names[0], 0, is_first_microbatch, 1)
-        return y + self.bias if self.bias.numel() else y
+        return y + self.bias if self.use_bias else y
 
 
 class LayerNormLinear(Linear):
