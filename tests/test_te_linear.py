@@ -13,6 +13,7 @@ from test_te import adamw, te  # noqa: F401
 from torch import nn
 
 import ampplug
+from ampplug.auditing import bytes_per_parameter
 from ampplug.convert import restore_layers
 from ampplug.nn import te as adapter
 from ampplug.nn import te_linear
@@ -169,7 +170,7 @@ def test_a_te_that_differs_casts_the_weights_itself(te, entered, level, dtype): 
     optimizer.step()
     assert not torch.equal(model(x), first) and te.casts == [(32, 32)] * 2 and model[0].weight.dtype == dtype
     with pytest.raises(RuntimeError, match="already converted"):
-        ampplug.initialize(model, adamw(model), backend="te")
+        ampplug.initialize(model[0], torch.optim.AdamW(model[0].parameters()), backend="te")
 
 
 def test_refresh_and_audit(te, entered):  # noqa: F811
@@ -181,5 +182,29 @@ def test_refresh_and_audit(te, entered):  # noqa: F811
     ampplug.refresh(model)
     assert relative(model(x), 2 * first) < 0.02
     assert not adapter.is_fed(model[0])
-    kinds = ampplug.auditing.bytes_per_parameter(model, [optimizer])
+    kinds = bytes_per_parameter(model, [optimizer])
     assert kinds["FP8 copies"] > 2
+
+
+def test_layers_side_by_side(te, entered):  # noqa: F811
+    """Fused blocks and shared casts of inputs are for native layers alone."""
+
+    class Block(nn.Module):
+        def __init__(self, odd):
+            super().__init__()
+            self.gate, self.up, self.down = nn.Linear(32, odd, bias=False), nn.Linear(32, odd, bias=False), nn.Linear(odd, 32, bias=False)
+
+        def forward(self, x):
+            return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+    model = nn.Sequential(Block(64), Block(72))  # the second is native: 72 is no multiple of 16
+    plain = copy.deepcopy(model)
+    plan = ampplug.plan(model, backend="te", select="all", fuse=True)
+    assert not plan.blocks and [layer.te for layer in plan.layers] == [True] * 3 + [False] * 3
+    model, optimizer = start(te, model, fuse=True)
+    x = torch.randn(16, 32)
+    for _ in range(2):
+        y = model(x)
+        y.square().mean().backward()
+        optimizer.step()
+    assert relative(y, plain(x)) < 0.5 and te.casts == []

@@ -66,6 +66,7 @@ class TransformerEngineBaseModule(nn.Module):
                 raise TypeError("Data types for parameters must match when outside of autocasted region.")
         if not FP8GlobalStateManager.is_fp8_enabled():
             return _Multiply.apply(x, weight, None)
+        assert x.shape[:-1].numel() % 8 == 0 and x.shape[-1] % 16 == 0, "assert_dim_for_fp8_exec"
         self.init_fp8_metadata(num_gemms)
         skip = FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor if FP8GlobalStateManager.fp8_graph_capturing() else None
         if skip is not None:
