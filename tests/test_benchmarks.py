@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_te import te  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -66,3 +67,38 @@ def test_rows_that_do_not_learn_do_not_count(changed, reason, train_step):
         r["loss"] = [10.0, 9.99]
     train_step.judge(rows)
     assert not any(r["counts"] for r in rows)
+
+
+@pytest.mark.filterwarnings("ignore:ampplug")
+def test_te_step(te, tmp_path: Path, monkeypatch, capsys):  # noqa: F811
+    """On the double of Transformer Engine; without any it says so."""
+    import types
+
+    monkeypatch.syspath_prepend(str(ROOT))
+    import peers
+    import te_step
+    import transformer_engine
+    import transformer_engine.pytorch as package
+
+    class FusedAdam(torch.optim.AdamW):
+        def __init__(self, parameters, *, adam_w_mode, master_weights, exp_avg_dtype, exp_avg_sq_dtype, capturable, **settings):
+            assert adam_w_mode and master_weights and exp_avg_dtype == exp_avg_sq_dtype
+            super().__init__(parameters, **settings)
+
+    class Recipe(te.recipe.DelayedScaling):
+        def __init__(self, **settings):
+            vars(self).update(settings)
+
+    monkeypatch.setattr(package, "optimizers", types.SimpleNamespace(FusedAdam=FusedAdam), raising=False)
+    monkeypatch.setattr(te.recipe, "Format", types.SimpleNamespace(HYBRID="HYBRID"), raising=False)
+    monkeypatch.setattr(te.recipe, "DelayedScaling", Recipe)
+    monkeypatch.setattr(transformer_engine, "__version__", "2.20.2")
+    sizes = ["--vocabulary", "128", "--sequence", "32", "--width", "64", "--hidden", "96", "--layers", "1", "--heads", "4", "--groups", "2", "--lr", "1e-2"]
+    monkeypatch.setattr(sys, "argv", ["te_step.py", "--micro-batch", "2", "--rounds", "1", "--steps", "1", "--learn", "12", *sizes, "--out", str(tmp_path)])
+    assert te_step.main() == 1 and "needs a GPU" in capsys.readouterr().err
+    monkeypatch.setattr(peers, "why_not", lambda name: None)
+    assert te_step.main() == 0
+    rows = json.loads((tmp_path / "te_step-2.json").read_text())["rows"]
+    assert [(r["row"], r["way"]) for r in rows] == [("te-fp32", "eager"), ("te-fp32", "graph"), ("te-fp8", "eager"), ("ampplug", "eager"), ("ampplug", "graph")]
+    assert all(r["loss"][1] < r["loss"][0] - 0.5 for r in rows) and te_step.part_of("void cublasLt::nvjet_qqtst") == "products"
+    assert te_step.part_of("transpose_kernel") == "optimizer" and te_step.part_of("void transformer_engine::cast_transpose_kernel") == "casts"
