@@ -83,7 +83,7 @@ def convert_layers(model: nn.Module, plan: Plan, device: torch.device) -> tuple[
     for _, module in by_te:
         from ampplug.nn.te_workspace import TEState
 
-        become_te(module)
+        become_te(module, (config.recipe, config.margin, config.history))
         if converted_is_fed():
             module._ampplug = TEState(bank, {"weight": bank.weights[index[id(module.weight)]]})
     for name, children in plan.blocks.items():

@@ -191,8 +191,9 @@ class CapturedStep:
                     cause = error
                     raise
         except Exception as error:
-            for s in self._layers():  # what the step marked as done was never run
-                s.weight.seen = (0, s.weight.param.dtype, -1)
+            for module in self.model.modules():  # what the step marked as done was never run
+                for w in held_weights(getattr(module, "_ampplug", None)):
+                    w.seen = (0, w.param.dtype, -1)
             cause = cause or error
             raise self._refusal("does what a CUDA graph cannot hold", cause) from cause
         self.graph = graph

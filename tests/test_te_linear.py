@@ -9,6 +9,7 @@ import re
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from test_te import adamw, te  # noqa: F401
 from torch import nn
 
@@ -171,6 +172,26 @@ def test_a_te_that_differs_casts_the_weights_itself(te, entered, level, dtype): 
     assert not torch.equal(model(x), first) and te.casts == [(32, 32)] * 2 and model[0].weight.dtype == dtype
     with pytest.raises(RuntimeError, match="already converted"):
         ampplug.initialize(model[0], torch.optim.AdamW(model[0].parameters()), backend="te")
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_recomputation(te, entered, recipe):  # noqa: F811
+    class Recomputed(nn.Sequential):
+        def forward(self, x, recompute):
+            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False) if recompute else super().forward(x)
+
+    model, _ = start(te, Recomputed(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), recipe=recipe)
+    x, grads = torch.randn(16, 32), []
+    for recompute in (False, True):
+        model.zero_grad()
+        loss = model(x, recompute).square().mean()
+        if recompute and recipe == "delayed":
+            with pytest.raises(RuntimeError, match="recipe='current'.*pytorch.checkpoint"):
+                loss.backward()
+            return
+        loss.backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True)) and te.casts == []
 
 
 def test_refresh_and_audit(te, entered):  # noqa: F811

@@ -55,6 +55,8 @@ class _Computed(_Converted):
         from ampplug.nn.te_workspace import feed
 
         rows = input.numel() // max(input.shape[-1], 1)
+        if rows and not manager.is_fp8_enabled() and torch._C._current_graph_task_id() != -1:  # recomputation in a backward pass, which the root does not see
+            return _recompute(self, input)
         if not rows or not manager.is_fp8_enabled():  # called by itself, not through the root: as the plain layer
             return nn.functional.linear(input, self.weight.to(input.dtype), None if self.bias is None else self.bias.to(input.dtype))
         weight, shape, dtype, missing = self.weight, input.shape, input.dtype, -rows % MULTIPLE
@@ -96,15 +98,33 @@ def _take_attributes(module: nn.Module) -> None:
     module._te_attributes = frozenset(new)  # type: ignore[assignment]
 
 
-def become_te(module: nn.Module) -> None:
-    """Turn an `nn.Linear` into Transformer Engine's, in place; the caller says where its FP8 weight comes from (`_ampplug`: a TEState or None)."""
+def _recompute(module: Any, input: Tensor) -> Tensor:
+    """A layer's forward for torch.utils.checkpoint. With delayed scaling each autocast that ends moves the histories of all layers on, so none is opened."""
+    if module._te_recipe[0] == "delayed":
+        raise RuntimeError(
+            "ampplug: torch.utils.checkpoint recomputes a layer of Transformer Engine outside of its autocast, with other scales than the first pass; "
+            "use recipe='current', or transformer_engine.pytorch.checkpoint, which restores both"
+        )
+    from transformer_engine.pytorch import autocast
+
+    with autocast(enabled=True, recipe=_recipe(*module._te_recipe)):
+        return module.forward(input)
+
+
+def become_te(module: nn.Module, recipe: tuple[str, int, int]) -> None:
+    """Turn an `nn.Linear` into Transformer Engine's, in place; the caller says where its FP8 weight comes from (`_ampplug`: a TEState or None).
+
+    recipe: name, margin and history.
+    """
     _take_attributes(module)
+    module._te_recipe = recipe  # type: ignore[assignment]
     module.__class__ = te_linear_class(load_te().Linear)
     module._ampplug = None  # type: ignore[assignment]
 
 
 def drop_te(module: nn.Module) -> None:
     """Take Transformer Engine's attributes away before the layer is an `nn.Linear` again; nothing for others."""
+    vars(module).pop("_te_recipe", None)
     for name in vars(module).pop("_te_attributes", ()):
         vars(module).pop(name, None)
 

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import ampplug
@@ -134,3 +135,17 @@ def test_evaluation_checkpoints_copies_and_back():
         assert relative(model(x), expected) < 0.02
         restore_layers(model)
         assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()] and relative(model.float()(x), plain(x)) < 0.02
+
+
+@pytest.mark.parametrize("recipe,function", [("current", torch.utils.checkpoint.checkpoint), ("current", te.checkpoint), ("delayed", te.checkpoint)])
+def test_recomputation(recipe, function):
+    class Recomputed(nn.Sequential):
+        def forward(self, x, recompute):
+            return function(super().forward, x, use_reentrant=False) if recompute else super().forward(x)
+
+    x, grads = torch.randn(64, 256, device=DEVICE), []
+    for recompute in (False, True):
+        model, _ = start(Recomputed(*build()[:3]), recipe=recipe)
+        model(x, recompute).square().mean().backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    assert all(relative(b, a) < 1e-3 for a, b in zip(*grads, strict=True))
