@@ -228,3 +228,13 @@ def test_layers_side_by_side(te, entered):  # noqa: F811
     y.square().mean().backward()
     optimizer.step()
     assert not torch.equal(model(x), y) and te.casts == []
+
+
+def test_a_replaced_forward_is_refused(te, entered):  # noqa: F811
+    model = nn.Sequential(nn.Linear(32, 32))
+    for wrapped in (torch.compile(model), copy.deepcopy(model)):
+        if type(wrapped) is nn.Sequential:
+            wrapped.forward = wrapped.forward
+        with pytest.raises(ValueError, match="forward of this .* was replaced.*before that"):
+            ampplug.initialize(wrapped, adamw(wrapped), backend="te")
+    assert type(model[0]) is nn.Linear

@@ -65,6 +65,11 @@ def check_model(model: nn.Module, device: torch.device) -> None:
     te = load_te()
     check_device(device)
     found = [(name, m) for name, m in model.named_modules() if is_te_module(m)]
+    if not found and "forward" in vars(model):  # the autocast is put around the class's
+        raise ValueError(
+            f"backend='te': the forward of this {type(model).__name__} was replaced on the object (torch.compile, accelerate, a profiler), which would leave "
+            "its layers outside of Transformer Engine's autocast; call ampplug.initialize before that"
+        )
     from ampplug.nn.te_workspace import why_unfit
 
     for name, module in found:
