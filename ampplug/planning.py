@@ -260,7 +260,7 @@ def make_plan(model: nn.Module, optimizer_parameters: Iterable[Tensor] | None, c
     if config.fuse:
         real, own_name = dict(model.named_modules()), {id(module): name for name, module in modules.items()}
         blocks = {own_name[id(real[name])]: children for name, children in find_blocks(model, fp8_layers - te_layers).items()}
-    fused = {f"{block}.{child}" if block else child for block, names in blocks.items() for child in names}
+    fused = {f"{block}.{child}" if block else child for block, names in blocks.items() for child in names[:3]}
     layers = [replace(layer, why=f"{layer.why}; one with SwiGLU") if layer.name in fused else layer for layer in layers]
     stepped = {id(p) for p in optimizer_parameters or ()}
     named: dict[int, tuple[str, Tensor]] = {}

@@ -194,6 +194,10 @@ class WeightBank:
         if self.native is not None:
             self.native.mark()
 
+    def take_shared(self, layer: int) -> None:
+        """Note that the layer whose own slot is `layer` has taken the shared cast."""
+        (self.native.take if self._shared is self.native else self._shared.taken.add)(layer)
+
     def to(self, device: torch.device) -> None:
         """Move everything; the entries stay the same objects."""
         if device != self.device:

@@ -103,6 +103,22 @@ def test_what_changed_is_cast_again(casts):
     assert casts.count((5, 48)) == 3
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_new_pass_over_the_same_tensor_casts_anew(grad: bool, casts):
+    """A buffer filled behind autograd's back has its old version. expect: no layer takes a cast of what was in it before."""
+    model, _ = make()
+    block = model[0]
+    x = torch.randn(5, 48)
+    with torch.set_grad_enabled(grad):
+        for _ in range(2):
+            wanted = [layer(x.clone()) for layer in (block.q, block.k, block.v)]
+            casts.clear()
+            found = [layer(x) for layer in (block.q, block.k, block.v)]
+            assert len(casts) == 1 and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+            x.data.mul_(-3.0)
+    assert x._version == 0
+
+
 def test_a_frozen_sibling_first(casts):
     """It needs no transpose for its weight gradient; the next one does, and casts."""
     model, _ = make()

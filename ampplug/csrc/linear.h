@@ -139,21 +139,28 @@ Sibling sibling(const LayerData& layer, PyObject* x, int64_t version, void* stre
   const Ref shared = attribute(layer.bank, name::_shared);
   if (shared.get() == layer.shared_object) {
     std::lock_guard<std::mutex> lock(layer.shared->mutex);
-    const SharedCast& c = layer.shared->cast;
+    SharedCast& c = layer.shared->cast;
     if (!c.x8.defined() || c.x == nullptr || PyWeakref_GetObject(c.x) != x || c.version != version || c.stream != stream) return Sibling::none;
+    if (std::find(c.taken.begin(), c.taken.end(), layer.own) != c.taken.end()) return Sibling::none;
     if (c.slot != layer.x.index) return Sibling::to_be_joined;
     if (columns && !c.x8t.defined()) return Sibling::none;
+    c.taken.push_back(layer.own);
     out = {c.x8, columns ? c.x8t : Tensor(), c.scale_inv};
     return Sibling::serves;
   }
-  if (reinterpret_cast<PyObject*>(Py_TYPE(shared.get())) != shared_type || PyTuple_GET_SIZE(shared.get()) != 7) return Sibling::none;
-  PyObject* const* field = reinterpret_cast<PyTupleObject*>(shared.get())->ob_item;  // x, version, stream, x8, x8t, scale_inv, slot
+  if (reinterpret_cast<PyObject*>(Py_TYPE(shared.get())) != shared_type || PyTuple_GET_SIZE(shared.get()) != 8) return Sibling::none;
+  PyObject* const* field = reinterpret_cast<PyTupleObject*>(shared.get())->ob_item;  // x, version, stream, x8, x8t, scale_inv, slot, taken
   if (!PyWeakref_Check(field[0]) || PyWeakref_GetObject(field[0]) != x || PyLong_AsLongLong(field[1]) != version || PyLong_AsVoidPtr(field[2]) != stream) {
     if (PyErr_Occurred()) fail();
     return Sibling::none;
   }
+  const Ref own(PyLong_FromLongLong(layer.own));
+  const int before = PySet_Contains(field[7], own.get());
+  if (before < 0) fail();
+  if (before) return Sibling::none;
   if (PyLong_AsLongLong(field[6]) != layer.x.index) return Sibling::to_be_joined;
   if (columns && field[4] == Py_None) return Sibling::none;
+  if (PySet_Add(field[7], own.get()) != 0) fail();
   out = {tensor_of(field[3]), columns ? tensor_of(field[4]) : Tensor(), tensor_of(field[5])};
   return Sibling::serves;
 }
@@ -162,7 +169,7 @@ Sibling sibling(const LayerData& layer, PyObject* x, int64_t version, void* stre
 void leave(const LayerData& layer, PyObject* x, int64_t version, void* stream, const Fp8& made) {
   PyObject* reference = PyWeakref_NewRef(x, layer.shared_object);
   if (reference == nullptr) fail();
-  SharedCast fresh{reference, version, stream, made.rows, made.columns, made.scale_inv, layer.x.index};
+  SharedCast fresh{reference, version, stream, made.rows, made.columns, made.scale_inv, layer.x.index, {layer.own}};
   {
     std::lock_guard<std::mutex> lock(layer.shared->mutex);
     std::swap(layer.shared->cast, fresh);

@@ -52,8 +52,12 @@ PyObject* bank_snapshot(PyObject* self, PyObject*) {
   }
   if (!c.x8.defined() || c.x == nullptr) Py_RETURN_NONE;
   const Ref x = take(c.x), version(PyLong_FromLongLong(c.version)), stream(PyLong_FromVoidPtr(c.stream)), x8(wrap(c.x8)), x8t(wrap(c.x8t)), inverse(wrap(c.scale_inv)),
-      slot(PyLong_FromLongLong(c.slot));
-  return PyObject_CallFunctionObjArgs(shared_type, x.get(), version.get(), stream.get(), x8.get(), x8t.get(), inverse.get(), slot.get(), nullptr);
+      slot(PyLong_FromLongLong(c.slot)), taken(PySet_New(nullptr));
+  for (int64_t layer : c.taken) {
+    const Ref number(PyLong_FromLongLong(layer));
+    if (PySet_Add(taken.get(), number.get()) != 0) fail();
+  }
+  return PyObject_CallFunctionObjArgs(shared_type, x.get(), version.get(), stream.get(), x8.get(), x8t.get(), inverse.get(), slot.get(), taken.get(), nullptr);
   END_HANDLE_TH_ERRORS
 }
 
@@ -62,7 +66,17 @@ PyObject* bank_mark(PyObject* self, PyObject*) {
   Py_RETURN_NONE;
 }
 
+PyObject* bank_take(PyObject* self, PyObject* number) {
+  const int64_t layer = PyLong_AsLongLong(number);
+  if (PyErr_Occurred()) return nullptr;
+  BankData& data = *reinterpret_cast<PyBank*>(self)->data;
+  std::lock_guard<std::mutex> lock(data.mutex);
+  data.cast.taken.push_back(layer);
+  Py_RETURN_NONE;
+}
+
 PyMethodDef bank_methods[] = {
+    {"take", bank_take, METH_O, "A layer, by its own slot, has taken the last cast."},
     {"snapshot", bank_snapshot, METH_NOARGS, "The last cast as Python keeps it, or None."},
     {"mark", bank_mark, METH_NOARGS, "Python has left a cast in the bank, which the next backward pass shall drop."},
     {nullptr, nullptr, 0, nullptr},
@@ -121,6 +135,7 @@ PyObject* layer_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
   data->scale_inv = tensor_of(inverse.get());
   data->n = weight.size(0), data->k = weight.size(1);
   data->x = slot_of(book, x_slot), data->dy = slot_of(book, dy_slot);
+  data->own = own_slot;
   data->x.scratch = slot_of(book, own_slot).scratch;  // layers of one slot may cast on several streams at once
   data->power_of_two = power_of_two;
   data->multiprocessors = multiprocessors, data->tile_m = tile_m, data->tile_k = tile_k, data->span = span;

@@ -24,6 +24,8 @@
 
 #include <structmember.h>
 
+#include <algorithm>
+
 #include "launcher.h"
 
 namespace ampplug {
@@ -144,6 +146,7 @@ struct SharedCast {
   void* stream = nullptr;
   Tensor x8, x8t, scale_inv;
   int64_t slot = -1;
+  std::vector<int64_t> taken;  // by whom: their own slots
 };
 
 struct BankData {
@@ -169,6 +172,7 @@ struct LayerData {
   std::shared_ptr<BankData> shared;
   PyObject* shared_object;
   Slot x, dy;
+  int64_t own;  // slot of x, were there no siblings
   Tensor forward, backward, scale_inv;  // W8 [K, N] and W8T [N, K], as the second operand of a GEMM
   int64_t n, k;
   bool power_of_two;

@@ -163,7 +163,8 @@ class _Shared(NamedTuple):
     """An input in FP8, for the layers beside: query, key and value, or gate and up, are given the same tensor, and it need be cast once only.
 
     They are found by identity: the tensor object itself, unchanged (its version), in the same forward pass (forgotten with the first backward
-    cast) and on the same stream.
+    cast) and on the same stream. A layer takes a cast once: one that asks again begins another pass, for which the tensor may have been filled anew
+    in a way that leaves no trace in its version (`.data`, memory shared with numpy, kernels of others).
     """
 
     x: weakref.ref[Tensor]
@@ -173,6 +174,7 @@ class _Shared(NamedTuple):
     x8t: Tensor | None
     scale_inv: Tensor
     slot: int
+    taken: set[int]  # by whom: their own slots
 
 
 class Call(NamedTuple):
@@ -227,9 +229,11 @@ def cast_input(matrix: Tensor, call: Call, transpose: bool) -> tuple[Tensor, Ten
     if x is not None and x.is_inference():  # it has no version
         x = None
     stream = torch._C._cuda_getCurrentRawStream(matrix.device.index) if matrix.is_cuda else 0
-    if shared is not None and x is not None and shared.x() is x and (shared.version, shared.stream) == (x._version, stream):
+    same = shared is not None and x is not None and shared.x() is x and (shared.version, shared.stream) == (x._version, stream)
+    if same and state.own_slot not in shared.taken:
         state.join(shared.slot)
         if shared.x8t is not None or not transpose:
+            state.bank.take_shared(state.own_slot)
             return shared.x8, shared.x8t if transpose else None, shared.scale_inv
     x8, x8t, x_inv = quantize_for(matrix, call, state.x_slot, formats.E4M3, True, transpose, state.own_slot)
     if x is not None:
@@ -239,7 +243,7 @@ def cast_input(matrix: Tensor, call: Call, transpose: bool) -> tuple[Tensor, Ten
             if bank.shared is not None and bank.shared.x is gone:
                 bank.shared = None
 
-        bank.shared = _Shared(weakref.ref(x, forget), x._version, stream, x8, x8t, x_inv, state.x_slot)
+        bank.shared = _Shared(weakref.ref(x, forget), x._version, stream, x8, x8t, x_inv, state.x_slot, {state.own_slot})
     return x8, x8t, x_inv
 
 

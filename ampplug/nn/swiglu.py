@@ -1,100 +1,88 @@
 """The feed-forward block of Llama and its kin, `down(silu(gate(x)) * up(x))`, with everything between its three FP8 layers in FP8.
 
-A module is such a block if its own forward computes that, which is found by trying it out (`find_blocks`), not by its name. It keeps its parameters,
-children and type (by a subclass made for it); where its children are not plain FP8 layers any more, or have hooks, its own forward runs.
+A module is such a block if its own forward provably computes that (`nn/symbolic.py`), whatever its name. It keeps its parameters, children and
+type (by a subclass made for it); where its children are not plain FP8 layers any more, or have hooks, its own forward runs.
 """
 
 from __future__ import annotations
 
-from itertools import permutations
+from abc import ABCMeta
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as hooks_of_all
 
 from ampplug.nn.compiled import traced_swiglu
 from ampplug.nn.linear import Linear
 from ampplug.nn.swiglu_function import fp8_swiglu
+from ampplug.nn.symbolic import evaluate, has_hooks, own_forward
 
 
 class Names(NamedTuple):
-    """Of a block's children."""
+    """Of a block's children. activation: None where the forward calls the function."""
 
     gate: str
     up: str
     down: str
+    activation: str | None = None
 
 
 # ---------------------------------------------------------------- finding blocks
 
 
-@torch.no_grad()
 def find_blocks(model: nn.Module, converted: set[int]) -> dict[str, Names]:
     """Name of a module -> its children's roles, for the modules of `model` that compute `down(silu(gate(x)) * up(x))`.
 
-    converted: ids of the Linears that become FP8 layers; all three must. A module with three fitting Linears and no other parameters or buffers is
-    tried out with two rows of input, in evaluation and in training. One whose forward computes anything else, draws random numbers (dropout) or
-    fails is none. Models on the meta device cannot be tried: none is found.
+    converted: ids of the Linears that become FP8 layers; all three must, and have no bias. Nothing is run: models on the meta device will do.
     """
     found = {}
     for name, module in model.named_modules():
-        linears = [(n, m) for n, m in module.named_children() if isinstance(m, nn.Linear)]
-        if len(linears) != 3 or any(id(m) not in converted or m.bias is not None or m.weight.is_meta for _, m in linears):
-            continue
-        if len(list(module.parameters())) != 3 or any(True for _ in module.buffers()) or any(_has_hooks(m) for _, m in linears):
-            continue
-        widths = {tuple(sorted(m.weight.shape)) for _, m in linears}
-        # two take the block's input, one gives its output; rows of FP8 in between have no padding
-        inputs = [m.in_features for _, m in linears]
-        width = max(set(inputs), key=inputs.count)
-        if len(widths) != 1 or linears[0][1].weight.numel() // width % 16:
-            continue
-        weight = linears[0][1].weight
-        x = torch.sin(torch.arange(2 * width, device=weight.device).float()).view(2, -1).to(weight.dtype)
-        y = _try(module, x)
-        if y is None:
-            continue
-        for roles in permutations(linears):
-            gate, up, down = (m for _, m in roles)
-            if gate.weight.shape == up.weight.shape == down.weight.t().shape and _is_swiglu(x, y, gate, up, down):
-                found[name] = Names(*(n for n, _ in roles))
-                break
+        if sum(id(m) in converted for m in module._modules.values()) >= 3:
+            names = _names(module)
+            if names is not None and _fits([module._modules[n] for n in names[:3]], converted):
+                found[name] = names
     return found
 
 
-def _has_hooks(layer: nn.Module) -> bool:
-    return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
+def _names(module: nn.Module) -> Names | None:
+    """Of a block's children; None for a module that is none."""
+    cls, found = type(module), evaluate(module, (nn.Linear, Linear))
+    # copies and pickles go by way of the class's own state; a metaclass of its own would see a subclass that is none of its business
+    if found is None or found[1] != 5 or type(cls) not in (type, ABCMeta):
+        return None
+    if any(hasattr(cls, name) for name in ("__deepcopy__", "__copy__", "__getnewargs_ex__")) or any(getattr(cls, n) is not getattr(object, n) for n in _REDUCE):
+        return None
+    match found[0]:
+        case ("linear", down, ("mul", *parts)):
+            for one, two in (parts, parts[::-1]):
+                match (one, two):
+                    case (("linear", up, ("input",)), ("silu", ("linear", gate, ("input",)))):
+                        return Names(gate, up, down, _activation(module, {gate, up, down}))
+    return None
 
 
-def _try(module: nn.Module, x: Tensor) -> Tensor | None:
-    """The module's output for x, if it is the same in evaluation and in training and needs no random numbers."""
-    modes = [(m, m.training) for m in module.modules()]
-    outputs = []
-    cuda = x.device.type == "cuda"
-    with torch.random.fork_rng([x.device] if cuda else []):
-        try:
-            for training in (False, True):
-                before = torch.get_rng_state(), torch.cuda.get_rng_state(x.device) if cuda else torch.empty(0)
-                module.train(training)
-                outputs.append(type(module).forward(module, x))
-                after = torch.get_rng_state(), torch.cuda.get_rng_state(x.device) if cuda else torch.empty(0)
-                if not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)):
-                    return None
-        except Exception:  # it wants other arguments
-            return None
-        finally:
-            for m, mode in modes:
-                m.training = mode
-    first, second = outputs
-    return first if isinstance(first, Tensor) and isinstance(second, Tensor) and torch.equal(first, second) else None
+_REDUCE = ("__reduce__", "__reduce_ex__")
 
 
-def _is_swiglu(x: Tensor, y: Tensor, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> bool:
-    """Whether y is SwiGLU of x by these three, within the rounding of their dtype."""
-    linear = nn.functional.linear
-    wanted = linear(nn.functional.silu(linear(x, gate.weight)) * linear(x, up.weight), down.weight)
-    tolerance = 1e-4 if x.dtype == torch.float32 else 3e-2
-    return y.shape == wanted.shape and bool((y - wanted).float().norm() <= tolerance * wanted.float().norm())
+def _activation(module: nn.Module, layers: set[str]) -> str | None:
+    """Name of the child that the forward calls beside its layers."""
+    called = [n for n in type(module).forward.__code__.co_names if n in module._modules and n not in layers]
+    for name in called:
+        kind = type(module.get_submodule(name))
+        _silu[kind] = kind.forward
+    return called[0] if called else None
+
+
+_silu: dict[type, Any] = {}  # class of an activation -> the forward of it that is proved to be SiLU
+
+
+def _fits(layers: list[Any], converted: set[int]) -> bool:
+    gate, up, down = layers
+    if len({id(m) for m in layers}) != 3 or any(id(m) not in converted or m.bias is not None or has_hooks(m) for m in layers):
+        return False
+    # rows of FP8 in between have no padding
+    return gate.weight.shape == up.weight.shape == down.weight.t().shape and gate.weight.shape[0] % 16 == 0
 
 
 # ---------------------------------------------------------------- the block
@@ -103,58 +91,105 @@ def _is_swiglu(x: Tensor, y: Tensor, gate: nn.Linear, up: nn.Linear, down: nn.Li
 class _SwiGLU:
     """Mixed into the block's own class."""
 
-    _ampplug_swiglu: Names
+    _ampplug_names: Names
+    _ampplug_base: type
+    _ampplug_forward: Any  # the base's that the proof is about
+    _ampplug_argument: str
 
-    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        layers = [getattr(self, name) for name in self._ampplug_swiglu]
-        if args or kwargs or not fusable(x, layers):
-            return super().forward(x, *args, **kwargs)  # type: ignore[misc]
+    def __init_subclass__(cls, **_: Any) -> None:
+        """What the block's bases do with their subclasses (registries) is not meant for this one."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs:
+            x = args[0]
+        else:
+            x = kwargs.get(self._ampplug_argument) if len(kwargs) == 1 and not args else None
+        layers = fusable(self, x)
+        if layers is None:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
         gate, up, down = layers
         if torch.compiler.is_compiling() and gate._ampplug.sink is not None:  # layers one by one know what to do with fp32 gradients
             return super().forward(x)  # type: ignore[misc]
-        weights, states = (gate.weight, up.weight, down.weight), (gate._ampplug, up._ampplug, down._ampplug)
+        weights = gate._parameters["weight"], up._parameters["weight"], down._parameters["weight"]
+        states = gate._ampplug, up._ampplug, down._ampplug
         run = traced_swiglu if torch.compiler.is_compiling() else fp8_swiglu
         return run(x, weights, states, gate.training)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled and copied by way of the class it was made from."""
-        return _remake, (type(self).__mro__[2],), self.__dict__
+        """Pickled and copied as its base is, and by way of the base: the class itself cannot be found by name."""
+        cls = type(self)
+        make, arguments, *rest = super().__reduce_ex__(max(protocol, 2))  # type: ignore[str-unpack]
+        return (_remake, (cls._ampplug_base, cls._ampplug_names, *arguments[1:]), *rest) if cls in _classes.values() else (make, arguments, *rest)
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        # the code of its class and of its activation may be another's here
+        cls = type(self)
+        self.__class__ = cls._ampplug_base
+        if _names(self) == cls._ampplug_names:  # type: ignore[arg-type]
+            self.__class__ = cls
 
 
-def fusable(x: Any, layers: list[nn.Module]) -> bool:
-    """Whether the block can run as one: three FP8 layers of ampplug's without bias or hooks, of one book, and an input for them."""
-    if not isinstance(x, Tensor) or x.is_nested or x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or x.numel() == 0:
-        return False
-    for layer in layers:
-        if type(layer) is not Linear or layer.bias is not None or _has_hooks(layer):
-            return False
-        if layer.training != layers[0].training or layer._ampplug.book is not layers[0]._ampplug.book:  # type: ignore[union-attr]
-            return False
-    return x.shape[-1] == layers[0].in_features and not torch._C._are_functorch_transforms_active()
+def fusable(block: Any, x: Any) -> tuple[Any, Any, Any] | None:
+    """The layers of a block, if it can run as one: three FP8 layers of ampplug's without bias or hooks, of one book, and an input for them.
+
+    Asked at every call, since anything may have changed since the block was found: a child, its class, its hooks, a forward set on an object.
+    """
+    cls = type(block)
+    if not isinstance(x, Tensor) or x.dtype not in _DTYPES or cls._ampplug_base.forward is not cls._ampplug_forward:
+        return None
+    if _global_forward_hooks or _global_forward_pre_hooks or _global_backward_hooks or _global_backward_pre_hooks:
+        return None
+    children, (g, u, d, a) = block._modules, cls._ampplug_names
+    layers = gate, up, down = children.get(g), children.get(u), children.get(d)
+    for layer in layers if a is None else (*layers, children.get(a)):
+        if layer is None:
+            return None
+        kind, own = type(layer), layer.__dict__  # attributes of a module cost more
+        if kind is not Linear and _silu.get(kind, layer) is not kind.forward or "forward" in own:
+            return None
+        if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+            return None
+    if not (type(gate) is type(up) is type(down) is Linear and gate.training is up.training is down.training):
+        return None
+    if gate._parameters["bias"] is not None or up._parameters["bias"] is not None or down._parameters["bias"] is not None:
+        return None
+    book = gate._ampplug.book
+    if up._ampplug.book is not book or down._ampplug.book is not book or x.is_nested or x.shape[-1] != gate.in_features or x.numel() == 0:
+        return None
+    return None if torch._C._are_functorch_transforms_active() else layers
 
 
-_classes: dict[type, type] = {}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_global_forward_hooks, _global_forward_pre_hooks = hooks_of_all._global_forward_hooks, hooks_of_all._global_forward_pre_hooks
+_global_backward_hooks, _global_backward_pre_hooks = hooks_of_all._global_backward_hooks, hooks_of_all._global_backward_pre_hooks
+_classes: dict[tuple[type, Names], type] = {}
 
 
-def swiglu_class(base: type) -> type:
+def swiglu_class(base: type, names: Names) -> type:
     """The subclass of `base` whose forward runs as one."""
-    if base not in _classes:
-        _classes[base] = type(base.__name__, (_SwiGLU, base), {"__module__": base.__module__, "__doc__": base.__doc__})
-    return _classes[base]
+    if (base, names) not in _classes:
+        forward = own_forward(base)
+        assert forward is not None
+        own = {
+            "__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__, "_ampplug_names": names, "_ampplug_base": base,
+            "_ampplug_forward": forward, "_ampplug_argument": forward.__code__.co_varnames[1],
+        }  # fmt: skip
+        _classes[base, names] = type(base)(base.__name__, (_SwiGLU, base), own)
+    return _classes[base, names]
 
 
-def _remake(base: type) -> nn.Module:
-    return swiglu_class(base).__new__(swiglu_class(base))  # type: ignore[call-overload]
+def _remake(base: type, names: Names, *arguments: Any) -> nn.Module:
+    cls = base if own_forward(base) is None else swiglu_class(base, names)
+    return cls.__new__(cls, *arguments)
 
 
 def fuse(module: nn.Module, names: Names) -> None:
     """Make a block run as one, in place."""
-    module._ampplug_swiglu = names  # type: ignore[assignment]
-    module.__class__ = swiglu_class(type(module))
+    module.__class__ = swiglu_class(type(module), names)
 
 
 def unfuse(module: nn.Module) -> None:
     """Inverse of `fuse`; any other module is left alone."""
     if isinstance(module, _SwiGLU):
-        module.__class__ = type(module).__mro__[2]
-        del module._ampplug_swiglu
+        module.__class__ = module._ampplug_base
