@@ -178,7 +178,7 @@ def test_optimizer_scales_and_clip_take_four(layers):
     model, optimizer = settled(nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(layers)]), x)
     model(x).sum().backward()
     moved, found = (counted(lambda: (ampplug.clip_grad_norm_(model.parameters(), 1.0), optimizer.step())) for _ in range(2))
-    assert sum(n for name, n in moved.items() if name.endswith("_kernel")) == 4 and moved["clone"] == 1  # of the host's table
+    assert sum(n for name, n in moved.items() if name.endswith("_kernel")) == 4 and moved["clone"] <= 1  # of the host's table
     assert found == Counter({"norm_kernel": 1, "adam_step_kernel": 1, "transpose_kernel": 1, "scale_update_kernel": 1}), found
 
 
