@@ -223,7 +223,7 @@ def leave(scratch, menders):
 
 
 @jit
-def _cast_tile(
+def cast_tile(
     tile_m, tile_k, scale, x, rows, columns, M, K, stride_m, stride_k, row_stride, column_stride, zero,
     FP8_MAX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FP8: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -255,7 +255,7 @@ def cast_kernel(
     bits = tl.zeros((BM, BK // 8), tl.int32)
     first = (program // tiles_k) * span
     for tile_m in range(first, tl.minimum(first + span, tiles_m)):
-        found = _cast_tile(
+        found = cast_tile(
             tile_m, program % tiles_k, scale, x, rows, columns, M, K, stride_m, stride_k, row_stride, column_stride, zero,
             FP8_MAX, ROWS, COLUMNS, FP8, BM, BK,
         )  # fmt: skip
@@ -269,7 +269,7 @@ def cast_kernel(
             if is_outgrown(scale, amax, OUTGROWN_MAX):
                 scale = scale_from_amax(amax, 1.0, FP8_MAX, POWER_OF_TWO)
                 for tile in range(mender, tiles_m * tiles_k, menders):
-                    _cast_tile(
+                    cast_tile(
                         tile // tiles_k, tile % tiles_k, scale, x, rows, columns, M, K, stride_m, stride_k, row_stride, column_stride, zero,
                         FP8_MAX, ROWS, COLUMNS, FP8, BM, BK,
                     )  # fmt: skip

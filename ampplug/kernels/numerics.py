@@ -46,6 +46,17 @@ def saturate(y, x, zero, FP8_MAX: tl.constexpr):
 
 
 @jit
+def rounded(x, DTYPE: tl.constexpr):
+    """fp32 -> DTYPE (bf16, fp16 or fp32), to nearest even."""
+    if INTERPRETED:
+        if DTYPE == tl.bfloat16:  # the interpreter cuts
+            bits = x.to(tl.int32, bitcast=True)
+            bits = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16
+            x = tl.where(x != x, x, bits.to(tl.float32, bitcast=True))
+    return x.to(DTYPE)
+
+
+@jit
 def magnitude_bits(x):
     """|x| as the int32 of its bits: ordered like the magnitudes, with Inf above every number and NaN above Inf."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
