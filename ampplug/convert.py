@@ -6,8 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from ampplug import formats
+from ampplug.nn.fused import fuse, unfuse
 from ampplug.nn.linear import Linear, LinearState, conv1d_class, is_converted
-from ampplug.nn.swiglu import fuse, unfuse
+from ampplug.nn.norm import fuse_norm
+from ampplug.nn.swiglu import SwiGLU
 from ampplug.nn.te import fed_weights, is_fed, is_te_module
 from ampplug.nn.te_linear import become_te, converted_is_fed, drop_te, unwrap_root, wrap_root
 from ampplug.planning import Plan, is_conv1d, plain_modules
@@ -87,7 +89,9 @@ def convert_layers(model: nn.Module, plan: Plan, device: torch.device) -> tuple[
         if converted_is_fed():
             module._ampplug = TEState(bank, {"weight": bank.weights[index[id(module.weight)]]})
     for name, children in plan.blocks.items():
-        fuse(modules[name], children)
+        fuse(modules[name], SwiGLU, children)
+    for name, norm in plan.norms.items():
+        fuse_norm(modules[name], norm)
     for module in model.modules():
         # torch's fused inference path would use the FP8 layers' parameters behind their back; this is its documented off switch
         if isinstance(module, nn.TransformerEncoderLayer) and any(isinstance(m, Linear) for m in module.children()):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ampplug.config import Config
 from ampplug.kernels.triton_runtime import on_gpu
+from ampplug.nn.norm import NormNames, find_norms
 from ampplug.nn.swiglu import Names, find_blocks
 from ampplug.nn.te import fed_weights, is_te_module, why_not_fed
 from ampplug.nn.te_linear import converted_is_fed, why_not_te
@@ -84,6 +85,7 @@ class Plan:
     parameters: tuple[ParameterPlan, ...]
     blocks: Mapping[str, Names] = field(default_factory=dict)  # modules that compute SwiGLU, and run as one
     device: str = "cpu"  # the type it was made for
+    norms: Mapping[str, NormNames] = field(default_factory=dict)  # RMSNorms, which cast for the FP8 layers that read them
 
     @property
     def converted(self) -> tuple[str, ...]:
@@ -106,6 +108,8 @@ class Plan:
         rows: list[tuple[str, ...]] = [("layer", "kind", "weight", "would become" if dry else "becomes", "why")]
         rows += [(x.name or "(root)", x.kind, "x".join(map(str, x.shape)), "FP8" if x.converts else "as it is", x.why) for x in self.layers]
         count = f"{len(self.converted)} of {len(self.layers)} layers {'would be ' if dry else ''}in FP8"
+        if self.norms:
+            count += f", {len(self.norms)} norms cast for them"
         level = f"level {self.config.opt_level}{' (nothing is changed)' if dry else ''}"
         text = [f"ampplug plan: {level}, recipe {self.config.recipe}, for {self.device.upper()}: {count}"]
         text += _table(rows)
@@ -256,10 +260,11 @@ def make_plan(model: nn.Module, optimizer_parameters: Iterable[Tensor] | None, c
                 if p is not None and p.dim() > 1:
                     layers.append(LayerPlan(name, f"te.{type(module).__name__}", tuple(p.shape), feeds, why))
     _check_patterns(config.select, [layer.name for layer in layers if not layer.kind.startswith("te.")])
-    blocks = {}
-    if config.fuse:
+    blocks, norms = {}, {}
+    if config.fuse and fp8_layers - te_layers:
         real, own_name = dict(model.named_modules()), {id(module): name for name, module in modules.items()}
         blocks = {own_name[id(real[name])]: children for name, children in find_blocks(model, fp8_layers - te_layers).items()}
+        norms = {own_name[id(real[name])]: names for name, names in find_norms(model).items()}
     fused = {f"{block}.{child}" if block else child for block, names in blocks.items() for child in names[:3]}
     layers = [replace(layer, why=f"{layer.why}; one with SwiGLU") if layer.name in fused else layer for layer in layers]
     stepped = {id(p) for p in optimizer_parameters or ()}
@@ -295,4 +300,4 @@ def make_plan(model: nn.Module, optimizer_parameters: Iterable[Tensor] | None, c
         wide = config.grad_dtype == "fp32" and config.opt_level != "O0" and after in (torch.bfloat16, torch.float16)
         grad_dtype = torch.float32 if wide else after
         parameters.append(ParameterPlan(name, tuple(p.shape), p.dtype, after, becomes, why, fp8, is_stepped, p.requires_grad, grad_dtype))
-    return Plan(config, tuple(layers), tuple(parameters), blocks, "cpu" if where.type == "meta" else where.type)
+    return Plan(config, tuple(layers), tuple(parameters), blocks, "cpu" if where.type == "meta" else where.type, norms)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ampplug
+from ampplug.nn import fused as fused_module
 from ampplug.nn import swiglu
 
 pytestmark = pytest.mark.filterwarnings("ignore:ampplug")
@@ -419,7 +420,7 @@ def test_a_pickle_is_proved_anew(monkeypatch, fused):
     model, _ = make(Activation)
     stored = pickle.dumps(model)
     monkeypatch.setattr(Activation, "forward", Plain.forward)
-    swiglu._classes.clear()
+    fused_module.classes.clear()
     monkeypatch.setattr(Activation, "forward", lambda self, x: self.last(F.silu(self.two(x)) + self.one(x)))
     other = pickle.loads(stored)
     assert type(other.blocks[0]) is Activation and other(torch.randn(5, 40)).shape == (5, 40) and not fused

@@ -29,8 +29,9 @@ MAX_WIDTH = 8192  # backward keeps a row in registers
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, early: bool, out_dtype: torch.dtype, target: Target | None = None, transpose: bool = False, power_of_two: bool = False
-) -> tuple[Tensor, Tensor, Fp8 | None]:
+    x: Tensor, weight: Tensor, eps: float, early: bool, out_dtype: torch.dtype,
+    target: Target | None = None, transpose: bool = False, power_of_two: bool = False,
+) -> tuple[Tensor, Tensor, Fp8 | None]:  # fmt: skip
     """(y [M, K] in out_dtype, r fp32 [M], y in E4M3 or None). x [M, K] contiguous, weight [K]: bf16, fp16 or fp32; K a multiple of 16, not empty.
 
     target: of the cast, with a scale that is not 0 and scratch, without partial maxima. Without it nothing is cast.

@@ -237,14 +237,67 @@ def cast_input(matrix: Tensor, call: Call, transpose: bool) -> tuple[Tensor, Ten
             return shared.x8, shared.x8t if transpose else None, shared.scale_inv
     x8, x8t, x_inv = quantize_for(matrix, call, state.x_slot, formats.E4M3, True, transpose, state.own_slot)
     if x is not None:
-        bank = state.bank
-
-        def forget(gone: weakref.ref) -> None:
-            if bank.shared is not None and bank.shared.x is gone:
-                bank.shared = None
-
-        bank.shared = _Shared(weakref.ref(x, forget), x._version, stream, x8, x8t, x_inv, state.x_slot, {state.own_slot})
+        _share(x, state, stream, (x8, x8t, x_inv), {state.own_slot})
+        if _produced is not None and _produced[0]() is x:  # a norm's output
+            _produced[1].learn(state, transpose)
     return x8, x8t, x_inv
+
+
+def _share(x: Tensor, state: LinearState, stream: int, made: tuple[Any, Any, Tensor], taken: set[int]) -> None:
+    """Leave a cast of x for the layers beside `state`'s, for as long as x lives."""
+    bank = state.bank
+
+    def forget(gone: weakref.ref) -> None:
+        if bank.shared is not None and bank.shared.x is gone:
+            bank.shared = None
+
+    bank.shared = _Shared(weakref.ref(x, forget), x._version, stream, *made, state.x_slot, taken)
+
+
+class Producer:
+    """What a norm knows of the FP8 layer that reads its output: the last that had to cast it by itself. A copy knows nothing yet."""
+
+    def __init__(self) -> None:
+        self.target: LinearState | None = None
+        self.transpose = False  # whether it wanted the transpose, too
+        self.taken: set[int] | None = None  # who took the last cast
+
+    def __deepcopy__(self, memo: dict) -> Producer:
+        return Producer()
+
+    def __reduce__(self) -> tuple:
+        return Producer, ()
+
+    def learn(self, state: LinearState, transpose: bool) -> None:
+        """A layer had to cast the last output by itself."""
+        self.target, self.transpose, self.taken = state, transpose, None
+
+    def ready(self, device: torch.device, k: int) -> LinearState | None:
+        """The layer to cast an output [..., k] for: one with a scale that the host knows of. A layer that left the last cast lying is forgotten."""
+        if self.taken is not None and not self.taken:
+            self.target = None
+        self.taken = None
+        state = self.target
+        book = None if state is None else state.book
+        if state is None or book is None or book.device != device or state.weight.param.device != device:
+            return None
+        book.poll()
+        return state if book.known[state.x_slot] and k == state.weight.param.shape[0 if state.transposed else 1] else None
+
+
+_produced: tuple[weakref.ref[Tensor], Producer] | None = None  # the last output of a norm, and whose it is
+
+
+def leave_cast(y: Tensor, producer: Producer, state: LinearState | None, made: tuple[Any, Any, Tensor] | None) -> None:
+    """Note that `producer` made y, and leave its cast for the layers that read it."""
+    global _produced
+    if y.is_inference():
+        return
+    _produced = weakref.ref(y), producer
+    if state is not None and made is not None:
+        stream = torch._C._cuda_getCurrentRawStream(y.device.index) if y.is_cuda else 0
+        producer.taken = set()
+        _share(y, state, stream, made, producer.taken)
 
 
 class _Fp8Linear(torch.autograd.Function):

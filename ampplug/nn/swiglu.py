@@ -6,7 +6,6 @@ type (by a subclass made for it); where its children are not plain FP8 layers an
 
 from __future__ import annotations
 
-from abc import ABCMeta
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks_of_all
 
 from ampplug.nn.compiled import traced_swiglu
+from ampplug.nn.fused import Fused, can_be_fused
 from ampplug.nn.linear import Linear
 from ampplug.nn.swiglu_function import fp8_swiglu
-from ampplug.nn.symbolic import evaluate, has_hooks, own_forward
+from ampplug.nn.symbolic import evaluate, has_hooks
 
 
 class Names(NamedTuple):
@@ -39,19 +39,16 @@ def find_blocks(model: nn.Module, converted: set[int]) -> dict[str, Names]:
     found = {}
     for name, module in model.named_modules():
         if sum(id(m) in converted for m in module._modules.values()) >= 3:
-            names = _names(module)
+            names = names_of(module)
             if names is not None and _fits([module._modules[n] for n in names[:3]], converted):
                 found[name] = names
     return found
 
 
-def _names(module: nn.Module) -> Names | None:
+def names_of(module: nn.Module) -> Names | None:
     """Of a block's children; None for a module that is none."""
-    cls, found = type(module), evaluate(module, (nn.Linear, Linear))
-    # copies and pickles go by way of the class's own state; a metaclass of its own would see a subclass that is none of its business
-    if found is None or found[1] != 5 or type(cls) not in (type, ABCMeta):
-        return None
-    if any(hasattr(cls, name) for name in ("__deepcopy__", "__copy__", "__getnewargs_ex__")) or any(getattr(cls, n) is not getattr(object, n) for n in _REDUCE):
+    found = evaluate(module, (nn.Linear, Linear))
+    if found is None or found[1] != 5 or not can_be_fused(type(module)):
         return None
     match found[0]:
         case ("linear", down, ("mul", *parts)):
@@ -60,9 +57,6 @@ def _names(module: nn.Module) -> Names | None:
                     case (("linear", up, ("input",)), ("silu", ("linear", gate, ("input",)))):
                         return Names(gate, up, down, _activation(module, {gate, up, down}))
     return None
-
-
-_REDUCE = ("__reduce__", "__reduce_ex__")
 
 
 def _activation(module: nn.Module, layers: set[str]) -> str | None:
@@ -88,22 +82,14 @@ def _fits(layers: list[Any], converted: set[int]) -> bool:
 # ---------------------------------------------------------------- the block
 
 
-class _SwiGLU:
+class SwiGLU(Fused):
     """Mixed into the block's own class."""
 
     _ampplug_names: Names
-    _ampplug_base: type
-    _ampplug_forward: Any  # the base's that the proof is about
-    _ampplug_argument: str
-
-    def __init_subclass__(cls, **_: Any) -> None:
-        """What the block's bases do with their subclasses (registries) is not meant for this one."""
+    _ampplug_find = staticmethod(names_of)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs:
-            x = args[0]
-        else:
-            x = kwargs.get(self._ampplug_argument) if len(kwargs) == 1 and not args else None
+        x = self._ampplug_input(args, kwargs)
         layers = fusable(self, x)
         if layers is None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -114,20 +100,6 @@ class _SwiGLU:
         states = gate._ampplug, up._ampplug, down._ampplug
         run = traced_swiglu if torch.compiler.is_compiling() else fp8_swiglu
         return run(x, weights, states, gate.training)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled and copied as its base is, and by way of the base: the class itself cannot be found by name."""
-        cls = type(self)
-        make, arguments, *rest = super().__reduce_ex__(max(protocol, 2))  # type: ignore[str-unpack]
-        return (_remake, (cls._ampplug_base, cls._ampplug_names, *arguments[1:]), *rest) if cls in _classes.values() else (make, arguments, *rest)
-
-    def __setstate__(self, state: Any) -> None:
-        super().__setstate__(state)  # type: ignore[misc]
-        # the code of its class and of its activation may be another's here
-        cls = type(self)
-        self.__class__ = cls._ampplug_base
-        if _names(self) == cls._ampplug_names:  # type: ignore[arg-type]
-            self.__class__ = cls
 
 
 def fusable(block: Any, x: Any) -> tuple[Any, Any, Any] | None:
@@ -163,33 +135,3 @@ def fusable(block: Any, x: Any) -> tuple[Any, Any, Any] | None:
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _global_forward_hooks, _global_forward_pre_hooks = hooks_of_all._global_forward_hooks, hooks_of_all._global_forward_pre_hooks
 _global_backward_hooks, _global_backward_pre_hooks = hooks_of_all._global_backward_hooks, hooks_of_all._global_backward_pre_hooks
-_classes: dict[tuple[type, Names], type] = {}
-
-
-def swiglu_class(base: type, names: Names) -> type:
-    """The subclass of `base` whose forward runs as one."""
-    if (base, names) not in _classes:
-        forward = own_forward(base)
-        assert forward is not None
-        own = {
-            "__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__, "_ampplug_names": names, "_ampplug_base": base,
-            "_ampplug_forward": forward, "_ampplug_argument": forward.__code__.co_varnames[1],
-        }  # fmt: skip
-        _classes[base, names] = type(base)(base.__name__, (_SwiGLU, base), own)
-    return _classes[base, names]
-
-
-def _remake(base: type, names: Names, *arguments: Any) -> nn.Module:
-    cls = base if own_forward(base) is None else swiglu_class(base, names)
-    return cls.__new__(cls, *arguments)
-
-
-def fuse(module: nn.Module, names: Names) -> None:
-    """Make a block run as one, in place."""
-    module.__class__ = swiglu_class(type(module), names)
-
-
-def unfuse(module: nn.Module) -> None:
-    """Inverse of `fuse`; any other module is left alone."""
-    if isinstance(module, _SwiGLU):
-        module.__class__ = module._ampplug_base

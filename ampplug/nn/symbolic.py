@@ -37,7 +37,7 @@ _NOT_PLAIN = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS | inspect.CO_GENERATOR 
 _METHODS = {"to", "float", "type_as", "pow", "square", "mean", "rsqrt", "dtype"}
 
 
-class _Value:
+class Value:
     """A tensor that is not there. `tape` holds one entry for every operation of a forward."""
 
     __slots__ = ("tree", "tape")
@@ -46,20 +46,20 @@ class _Value:
     def __init__(self, tree: Tree, tape: list):
         self.tree, self.tape = tree, tape
 
-    def _make(self, operation: str, *operands: Any) -> _Value:
+    def _make(self, operation: str, *operands: Any) -> Value:
         self.tape.append(operation)
-        trees = [v.tree if isinstance(v, _Value) else v for v in operands]
+        trees = [v.tree if isinstance(v, Value) else v for v in operands]
         if operation in ("mul", "add"):
             trees.sort(key=repr)  # both commute, bit for bit
-        return _Value((operation, *trees), self.tape)
+        return Value((operation, *trees), self.tape)
 
-    def __mul__(self, other: Any) -> _Value:
+    def __mul__(self, other: Any) -> Value:
         return self._make("mul", self, other)
 
-    def __add__(self, other: Any) -> _Value:
+    def __add__(self, other: Any) -> Value:
         return self._make("add", self, other)
 
-    def __pow__(self, other: Any) -> _Value:
+    def __pow__(self, other: Any) -> Value:
         return self._make("pow", self, other)
 
     __rmul__, __radd__ = __mul__, __add__
@@ -70,30 +70,30 @@ class _Value:
     __imul__ = __iadd__ = __ipow__ = __rpow__ = __bool__ = __eq__ = __ne__ = __iter__ = _refuse  # type: ignore[assignment]
 
     # what a forward may ask a tensor for; an attribute that is not here raises AttributeError, which ends the proof
-    def to(self, dtype: Any) -> _Value:
+    def to(self, dtype: Any) -> Value:
         return self._make("to", self, dtype)
 
-    def float(self) -> _Value:
+    def float(self) -> Value:
         return self.to(torch.float32)
 
-    def type_as(self, other: _Value) -> _Value:
+    def type_as(self, other: Value) -> Value:
         return self.to(other.dtype)
 
-    def pow(self, exponent: Any) -> _Value:
+    def pow(self, exponent: Any) -> Value:
         return self ** exponent
 
-    def square(self) -> _Value:
+    def square(self) -> Value:
         return self ** 2
 
-    def mean(self, dim: Any, keepdim: bool = False) -> _Value:
+    def mean(self, dim: Any, keepdim: bool = False) -> Value:
         return self._make("mean", self, dim, keepdim)
 
-    def rsqrt(self) -> _Value:
+    def rsqrt(self) -> Value:
         return self._make("rsqrt", self)
 
     @property
-    def dtype(self) -> _Value:
-        return _Value(("dtype", self.tree), self.tape)
+    def dtype(self) -> Value:
+        return Value(("dtype", self.tree), self.tape)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -110,14 +110,15 @@ class _Child:
     """A child in a forward: it can be called with one value, and that is all."""
 
     __slots__ = ("_call",)
+    _call: Any
 
     def __init__(self, call: Any):
         object.__setattr__(self, "_call", call)
 
-    def __call__(self, value: Any) -> _Value:
-        if type(value) is not _Value:
+    def __call__(self, value: Any) -> Value:
+        if type(value) is not Value:
             raise Opaque
-        return self._call(value)  # type: ignore[attr-defined]
+        return self._call(value)
 
     def __setattr__(self, *_: Any) -> None:
         raise Opaque
@@ -148,7 +149,8 @@ def own_forward(cls: type) -> FunctionType | None:
         return None
     code = forward.__code__
     one = (code.co_argcount, code.co_kwonlyargcount, code.co_posonlyargcount) == (2, 0, 0) and not forward.__defaults__
-    return forward if one and not (code.co_flags & _NOT_PLAIN or code.co_freevars or code.co_cellvars or getattr(code, "co_exceptiontable", b"")) else None  # type: ignore[arg-type]
+    tries = getattr(code, "co_exceptiontable", None)  # Python 3.10 has opcodes for it
+    return None if not one or code.co_flags & _NOT_PLAIN or code.co_freevars or code.co_cellvars or tries else forward
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -164,13 +166,13 @@ def evaluate(module: nn.Module, linears: tuple[type, ...] = (nn.Linear,)) -> tup
     """
     tape: list = []
     try:
-        value = _follow(module, _Value(("input",), tape), tape, linears)
+        value = _follow(module, Value(("input",), tape), tape, linears)
     except Exception:  # of whatever kind: the stand-ins are not what the forward wants
         return None
     return value.tree, len(tape)
 
 
-def _follow(module: nn.Module, value: _Value, tape: list, linears: tuple[type, ...]) -> _Value:
+def _follow(module: nn.Module, value: Value, tape: list, linears: tuple[type, ...]) -> Value:
     cls = type(module)
     forward = own_forward(cls)
     if forward is None or "forward" in module.__dict__ or nn.functional.silu is not _SILU or torch.rsqrt is not _RSQRT:
@@ -194,7 +196,7 @@ def _follow(module: nn.Module, value: _Value, tape: list, linears: tuple[type, .
         elif opcode not in _OPCODES and not opcode.startswith(_LOCALS):
             raise Opaque
     found = forward(_Module(parts), value)
-    if type(found) is not _Value:
+    if type(found) is not Value:
         raise Opaque
     return found
 
@@ -205,9 +207,9 @@ def _part(module: nn.Module, name: str, tape: list, linears: tuple[type, ...]) -
         return None
     own = module.__dict__.get(name)
     if type(own) is float:
-        return _Value(("attribute", name), tape)
+        return Value(("attribute", name), tape)
     if own is None and isinstance(module._parameters.get(name), nn.Parameter):
-        return _Value(("parameter", name), tape)
+        return Value(("parameter", name), tape)
     if own is None and isinstance(module._modules.get(name), nn.Module):
         return _Child(_caller(module._modules[name], name, tape, linears))
     return None
