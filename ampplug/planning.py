@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ampplug.config import Config
 from ampplug.kernels.triton_runtime import on_gpu
-from ampplug.nn.norm import NormNames, find_norms
+from ampplug.nn import norm
 from ampplug.nn.swiglu import Names, find_blocks
 from ampplug.nn.te import fed_weights, is_te_module, why_not_fed
 from ampplug.nn.te_linear import converted_is_fed, why_not_te
@@ -85,7 +85,7 @@ class Plan:
     parameters: tuple[ParameterPlan, ...]
     blocks: Mapping[str, Names] = field(default_factory=dict)  # modules that compute SwiGLU, and run as one
     device: str = "cpu"  # the type it was made for
-    norms: Mapping[str, NormNames] = field(default_factory=dict)  # RMSNorms, which cast for the FP8 layers that read them
+    norms: Mapping[str, norm.NormNames] = field(default_factory=dict)  # RMSNorms, which cast for the FP8 layers that read them
 
     @property
     def converted(self) -> tuple[str, ...]:
@@ -264,7 +264,8 @@ def make_plan(model: nn.Module, optimizer_parameters: Iterable[Tensor] | None, c
     if config.fuse and fp8_layers - te_layers:
         real, own_name = dict(model.named_modules()), {id(module): name for name, module in modules.items()}
         blocks = {own_name[id(real[name])]: children for name, children in find_blocks(model, fp8_layers - te_layers).items()}
-        norms = {own_name[id(real[name])]: names for name, names in find_norms(model).items()}
+        if norm.by_kernel or not gpu:
+            norms = {own_name[id(real[name])]: names for name, names in norm.find_norms(model).items()}
     fused = {f"{block}.{child}" if block else child for block, names in blocks.items() for child in names[:3]}
     layers = [replace(layer, why=f"{layer.why}; one with SwiGLU") if layer.name in fused else layer for layer in layers]
     stepped = {id(p) for p in optimizer_parameters or ()}

@@ -1,11 +1,12 @@
 """RMSNorms that cast what they make for the FP8 layers that read it (`nn/norm_function.py`): torch's own, and those of Llama's kind by proof.
 
-In training, eager, on a GPU with FP8 units, norm, cast and transpose are one launch, and the backward pass is a kernel and a sum. Anywhere else the
-module's own forward runs.
+In training, eager, on a GPU with FP8 units, norm, cast and transpose are one launch, and the backward pass is a kernel and a sum: with AMPPLUG_NORMS=1 in
+the environment. Anywhere else the module's own forward runs; where FP8 is emulated the cast follows it, with the same numbers.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,10 @@ from ampplug.nn.fused import fuse as make_fused
 from ampplug.nn.linear_function import Producer
 from ampplug.nn.norm_function import cast_after, norm_by_kernel
 from ampplug.nn.symbolic import Tree, Value, evaluate
+
+# The one switch: without AMPPLUG_NORMS in the environment, whether norms on a GPU run by the kernel. Off until tests/gpu/test_norm_kernels.py has run on one.
+DEFAULT = False
+by_kernel = os.environ.get("AMPPLUG_NORMS", "1" if DEFAULT else "0") != "0"
 
 # Below, a row is too short for the backward kernel to be worth more than torch's.
 MIN_WIDTH = 512
@@ -93,7 +98,7 @@ class RMSNorm(Fused):
         odd = type(x) is not Tensor or not own["training"] or torch.compiler.is_compiling() or type(weight) is not nn.Parameter
         if odd or cls._ampplug_base.forward is not cls._ampplug_forward or torch._C._are_functorch_transforms_active():
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        if x.is_nested or not x.numel():
+        if x.is_nested or not x.numel() or (x.is_cuda and not by_kernel):
             return super().forward(x)  # type: ignore[misc]
         if not _suits(x, weight):
             return cast_after(super().forward(x), own["_ampplug_producer"])  # type: ignore[misc]

@@ -14,7 +14,7 @@ import triton.language as tl
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from ampplug.kernels import adam_step, cast, norm, refresh, scale_update, swiglu, transpose
+from ampplug.kernels import adam_step, cast, norm, refresh, rms_norm, scale_update, swiglu, transpose
 from ampplug.nn import native
 
 def check(kernel, arguments, constants, warps):
@@ -54,6 +54,13 @@ for backward, own in ((False, False), (True, False), (True, True)):
     check(swiglu.swiglu_kernel, SWIGLU, dict(BACKWARD=backward, H_COLUMNS=backward, FP8_MAX=448.0, OUTGROWN_MAX=460.0, DELAYED=not own, JUST_IN_TIME=own, RECORD=True, ROWS=True,
           COLUMNS=True, POWER_OF_TWO=False, FP8=tl.float8e4nv, BM=32, BK=128, PARTIALS=cast.MAX_PARTIALS), swiglu.WARPS)
     check(swiglu.partial_amaxes_kernel, "a:*bf16 b:*bf16 dh:*bf16 first:*i32 second:*i32 M:i32 K:i32", dict(BACKWARD=backward, BM=32, BK=128), 8)
+NORM = ("x:*bf16 weight:*bf16 y:*bf16 r_out:*fp32 rows:*fp8e4nv columns:*fp8e4nv scale_inv:*fp32 slot_scale:*fp32 record:*i32 scratch:*i32 M:i32 K:i32 "
+        "column_stride:i32 eps:fp32 tiles_m:i32 menders:i32 zero:fp32")
+for early, made, rows in ((False, True, rms_norm.TILE_M), (True, True, rms_norm.SMALL_M), (True, False, rms_norm.TILE_M)):
+    check(rms_norm.rms_norm_kernel, NORM, dict(EARLY=early, CAST=made, FP8_MAX=448.0, OUTGROWN_MAX=460.0, RECORD=made, COLUMNS=made, POWER_OF_TWO=False,
+          FP8=tl.float8e4nv, BM=rows, BK=rms_norm.TILE_K), rms_norm.WARPS)
+check(rms_norm.rms_norm_backward_kernel, "dy:*bf16 x:*bf16 weight:*fp32 r_in:*fp32 dx:*bf16 partials:*fp32 M:i32 K:i32",
+      dict(EARLY=True, NEED_X=True, NEED_WEIGHT=True, BK=2048), 4)
 check(cast.partial_amax_kernel, "x:*bf16 partials:*i32 M:i32 K:i32 stride_m:i32", dict(stride_k=1, BM=32, BK=128), 4)
 STEP = ("table:*i64 chunks:*i32 hyper:*fp64 steps:*i32 limits:*fp32 amaxes:*fp32 next_amaxes:*i32 scales:*fp32 scale_invs:*fp32 found_inf:*fp32 "
         "loss_scale:*fp32 clip:*fp32 seed:i32 n_chunks:i32")
