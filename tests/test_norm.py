@@ -46,7 +46,14 @@ def other(forward):
     return type("Other", (Llama,), {"forward": forward})
 
 
+def _idle(self, x):
+    h = x.float()
+    unused = h.square()
+    return self.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).to(x.dtype)
+
+
 OTHER = {
+    "an idle operation": other(_idle),
     "one more than the weight": other(lambda s, x: ((1.0 + s.weight) * (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + s.variance_epsilon)).to(x.dtype))),
     "no fp32": other(lambda s, x: s.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + s.variance_epsilon)).to(x.dtype)),
     "another axis": other(lambda s, x: s.weight * (x.float() * torch.rsqrt(x.float().pow(2).mean(-2, keepdim=True) + s.variance_epsilon)).to(x.dtype)),
