@@ -10,8 +10,10 @@ from ampplug.nn.fused import fuse, unfuse
 from ampplug.nn.linear import Linear, LinearState, conv1d_class, is_converted
 from ampplug.nn.norm import fuse_norm
 from ampplug.nn.swiglu import SwiGLU
-from ampplug.nn.te import fed_weights, is_fed, is_te_module
+from ampplug.nn.te import fed_weights, is_te_module
+from ampplug.nn.te_fed import feed_from, is_fed
 from ampplug.nn.te_linear import become_te, converted_is_fed, drop_te, unwrap_root, wrap_root
+from ampplug.nn.te_workspace import TEState
 from ampplug.planning import Plan, is_conv1d, plain_modules
 from ampplug.scaling import ScaleBook
 from ampplug.siblings import find_siblings
@@ -79,12 +81,8 @@ def convert_layers(model: nn.Module, plan: Plan, device: torch.device) -> tuple[
         module._ampplug = LinearState(book, 2 * i, 2 * i + 1, bank, entry, transposed, config.grad_dtype == "fp32")
     share_slots(model, plan)
     for _, module in fed:
-        from ampplug.nn.te_workspace import feed_from
-
         feed_from(module, bank, [bank.weights[index[id(p)]] for _, p in fed_weights(module)])
     for _, module in by_te:
-        from ampplug.nn.te_workspace import TEState
-
         become_te(module, (config.recipe, config.margin, config.history))
         if converted_is_fed():
             module._ampplug = TEState(bank, {"weight": bank.weights[index[id(module.weight)]]})

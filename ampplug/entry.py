@@ -17,7 +17,7 @@ from ampplug.distributed.replicas import Replicas
 from ampplug.kernels.triton_runtime import on_gpu
 from ampplug.nn.fp32_gradient import round_for_step, supported, widen
 from ampplug.nn.linear import is_converted
-from ampplug.nn.te import check_model
+from ampplug.nn.te_fed import check_model
 from ampplug.optim.adamw import LOW_BIT
 from ampplug.optim.base import LowBitOptimizer, check_group, check_moments, check_parameter
 from ampplug.planning import Plan, make_plan

@@ -13,7 +13,7 @@ from torch import nn
 
 import ampplug
 from ampplug.nn import te as adapter
-from ampplug.nn import te_workspace
+from ampplug.nn import te_fed
 
 RECIPES = ("DelayedScaling", "Float8CurrentScaling")
 
@@ -22,7 +22,7 @@ RECIPES = ("DelayedScaling", "Float8CurrentScaling")
 def te(monkeypatch):
     """The double, as if it ran on a Hopper GPU; forgotten afterwards."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "te_double"))
-    monkeypatch.setattr(adapter, "check_device", lambda device: None)
+    monkeypatch.setattr(te_fed, "check_device", lambda device: None)
     import transformer_engine.common.recipe as recipes
     import transformer_engine.pytorch as package
     from transformer_engine.pytorch.module import base
@@ -32,7 +32,7 @@ def te(monkeypatch):
     yield types.SimpleNamespace(**names, recipe=recipes, casts=base.casts, base=base)
     for name in [n for n in sys.modules if n.partition(".")[0] == "transformer_engine"]:
         del sys.modules[name]
-    for known in (adapter._classes, adapter.UNFIT, te_workspace._tested):
+    for known in (te_fed._classes, adapter.UNFIT, te_fed._tested):
         known.clear()
 
 
@@ -61,7 +61,7 @@ def codes(entry) -> tuple[torch.Tensor, torch.Tensor]:
 
 def entries(model):
     """(parameter, entry of the cache) of every weight that is fed."""
-    return [(w.param, m._fp8_workspaces[k]) for m in model.modules() if adapter.is_fed(m) for k, w in m._ampplug.weights.items()]
+    return [(w.param, m._fp8_workspaces[k]) for m in model.modules() if te_fed.is_fed(m) for k, w in m._ampplug.weights.items()]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -226,7 +226,7 @@ def test_another_te_casts_by_itself(te, change, said, monkeypatch):
     random = torch.get_rng_state()
     with pytest.warns(UserWarning, match=f"casts its weights itself.*{said}"):
         model, optimizer = ampplug.initialize(model, adamw(model), backend="te")
-    assert torch.equal(random, torch.get_rng_state()) and not adapter.is_fed(model[0])
+    assert torch.equal(random, torch.get_rng_state()) and not te_fed.is_fed(model[0])
     assert said in ampplug.plan(model, backend="te").layers[0].why
 
 

@@ -16,8 +16,7 @@ from torch import nn
 import ampplug
 from ampplug.auditing import bytes_per_parameter
 from ampplug.convert import restore_layers
-from ampplug.nn import te as adapter
-from ampplug.nn import te_linear
+from ampplug.nn import te_fed, te_linear
 
 
 @pytest.fixture(autouse=True)
@@ -202,7 +201,7 @@ def test_refresh_and_audit(te, entered):  # noqa: F811
     model[0].weight.data.copy_(model[0].weight.data * 2)
     ampplug.refresh(model)
     assert relative(model(x), 2 * first) < 0.02
-    assert not adapter.is_fed(model[0])
+    assert not te_fed.is_fed(model[0])
     kinds = bytes_per_parameter(model, [optimizer])
     assert kinds["FP8 copies"] > 2
 

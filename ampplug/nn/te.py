@@ -1,6 +1,6 @@
-"""Transformer Engine's own modules under ampplug: which of them take FP8 weights from the optimizer's step, and the classes that do.
+"""Transformer Engine: loading it, the GPUs it serves, and which of its own modules in a model can take FP8 weights from the optimizer's step.
 
-Transformer Engine is loaded on first use only; what is private to it is named in `te_workspace`.
+It is loaded on first use only. How weights are handed over is `te_workspace`'s; the modules that take them are `te_fed`'s.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 OLDEST = (2, 20)
-UNFIT: dict[type, str] = {}  # classes that failed the test in te_workspace on the installed version, and how
+UNFIT: dict[type, str] = {}  # classes that failed the test in te_fed on the installed version, and how
 _SUPPORTED = ("Linear", "LayerNormLinear", "LayerNormMLP")
 _INSTEAD = "backend='auto' and 'native' need no Transformer Engine"
 
@@ -23,11 +23,6 @@ def is_te_module(module: nn.Module) -> bool:
     """True for a Transformer Engine module that multiplies by weights of its own. Nothing is imported: who holds one has imported it."""
     base = getattr(sys.modules.get("transformer_engine.pytorch.module.base"), "TransformerEngineBaseModule", None)
     return base is not None and isinstance(module, base) and any(p is not None and p.dim() > 1 for p in module._parameters.values())
-
-
-def is_fed(module: nn.Module) -> bool:
-    """True for a Transformer Engine module that takes its FP8 weights from ampplug."""
-    return isinstance(module, _Fed)
 
 
 def load_te() -> Any:
@@ -58,29 +53,6 @@ def check_device(device: torch.device) -> None:
         raise RuntimeError(
             f"backend='te': {torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}; 8.9 or 9.0 (Ada, Hopper) is needed"
         )
-
-
-def check_model(model: nn.Module, device: torch.device) -> None:
-    """Every refusal of backend='te', before anything is changed."""
-    te = load_te()
-    check_device(device)
-    found = [(name, m) for name, m in model.named_modules() if is_te_module(m)]
-    if not found and "forward" in vars(model):  # the autocast is put around the class's
-        raise ValueError(
-            f"backend='te': the forward of this {type(model).__name__} was replaced on the object (torch.compile, accelerate, a profiler), which would leave "
-            "its layers outside of Transformer Engine's autocast; call ampplug.initialize before that"
-        )
-    from ampplug.nn.te_workspace import why_unfit
-
-    for name, module in found:
-        if getattr(module, "primary_weights_in_fp8", False):
-            raise ValueError(f"backend='te': {name!r} was built under te.quantized_model_init, its parameters are FP8 already; build it without")
-        if getattr(module, "fuse_wgrad_accumulation", False):
-            raise ValueError(f"backend='te': {name!r} has fuse_wgrad_accumulation=True, its gradients are not in .grad; build it without")
-    bases = {type(module): None for _, module in found if not why_not_fed(module)} if found else {te.Linear: None}
-    for base in bases:
-        if differs := why_unfit(base, device):
-            UNFIT[base] = differs
 
 
 def why_not_fed(module: nn.Module) -> str:
@@ -116,45 +88,3 @@ def fed_weights(module: nn.Module) -> list[tuple[str, Tensor]]:
     if why_not_fed(module):
         return []
     return [(name, module._parameters[name]) for name in _weight_names(module).values()]  # type: ignore[misc]
-
-
-class _Fed:
-    """What the fed classes share. A class and not a hook: it costs no more than the call, and modules with hooks cannot be graphed by te."""
-
-    def forward(self, inp: Any, is_first_microbatch: bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As the class below it; `is_first_microbatch` may be left out, given, or wrong: the weights in FP8 are always those of the last step."""
-        from ampplug.nn.te_workspace import feed
-
-        return super().forward(inp, feed(self, inp, is_first_microbatch), *args, **kwargs)  # type: ignore[misc, arg-type]
-
-    def __getstate__(self) -> dict:
-        """Copies and pickles carry no FP8 weights of ours: they cast their own, as Transformer Engine does."""
-        state = dict(self.__dict__)
-        state["_ampplug"], state["_fp8_workspaces"] = None, {}
-        return state
-
-    def __deepcopy__(self, memo: dict) -> Any:
-        import copy
-
-        new = self.__class__.__new__(self.__class__)
-        memo[id(self)] = new
-        new.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
-        return new
-
-
-_classes: dict[type, type] = {}
-
-
-def fed_class(base: type) -> type:
-    """The class of a fed module made of `base`, one of te.Linear, te.LayerNormLinear, te.LayerNormMLP."""
-    if base not in _classes:
-        about = {"__module__": __name__, "__doc__": f"A te.{base.__name__} whose FP8 weights come from ampplug's step."}
-        _classes[base] = type(base.__name__, (_Fed, base), about)
-    return _classes[base]
-
-
-def __getattr__(name: str) -> type:
-    """Unpickling a fed module in a fresh process asks for the class by name."""
-    if name in _SUPPORTED:
-        return fed_class(getattr(load_te(), name))
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

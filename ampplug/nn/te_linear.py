@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ampplug.nn.linear import _Converted
 from ampplug.nn.te import UNFIT, load_te
+from ampplug.nn.te_workspace import feed
 
 MULTIPLE = 16  # Transformer Engine's own demand is 8 and 16 by direction; rows are an inner dimension of the weight's gradient
 
@@ -51,8 +52,6 @@ class _Computed(_Converted):
     def forward(self: Any, input: Tensor) -> Tensor:
         """x [..., K] -> [..., N], of x's dtype (under torch.autocast, of its). Any number of rows."""
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager as manager
-
-        from ampplug.nn.te_workspace import feed
 
         rows = input.numel() // max(input.shape[-1], 1)
         if rows and not manager.is_fp8_enabled() and torch._C._current_graph_task_id() != -1:  # recomputation in a backward pass, which the root does not see

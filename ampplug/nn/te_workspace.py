@@ -1,4 +1,4 @@
-"""Everything private to Transformer Engine that ampplug relies on (read in 2.20.2), and a test of it on the installed one.
+"""Everything private to Transformer Engine that ampplug relies on (read in 2.20.2); `te_fed` tests it on the installed one.
 
 A Transformer Engine module keeps FP8 copies of its weights in `_fp8_workspaces` and, called with `is_first_microbatch=False`, takes a copy from
 there as it is. Before each call the entry is made a `Float8Tensor` over W8, W8T and their inverse scale, which the optimizer's step wrote. With
@@ -7,16 +7,14 @@ a recipe that has no such tensor (block scaling), or while te's own graphs updat
 
 from __future__ import annotations
 
-import contextlib
-import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ampplug.nn.linear_function import cast_weight
-from ampplug.nn.te import _weight_names, fed_class, load_te
+from ampplug.nn.te import _weight_names
 from ampplug.storage import Weight, WeightBank
 
 
@@ -89,80 +87,3 @@ def _withdraw(module: Any, state: TEState) -> None:
             del module._fp8_workspaces[key]
     state.made.clear()
     state.recipe = None
-
-
-def feed_from(module: nn.Module, bank: WeightBank, weights: list[Weight]) -> None:
-    """Make `module` take its FP8 weights from the bank; its class changes in place."""
-    module.__class__ = fed_class(type(module))
-    module._ampplug = TEState(  # type: ignore[assignment]
-        bank, dict(zip(_weight_names(module), weights, strict=True))
-    )
-
-
-# ---------------------------------------------------------------- the test of it all
-
-_tested: dict[tuple[type, torch.device], str] = {}
-
-
-def why_unfit(base: type, device: torch.device) -> str:
-    """"" where modules of this class use fed weights as expected, else what differs; warned about once. Draws no random number."""
-    if (base, device) not in _tested:
-        try:
-            with torch.enable_grad(), _no_autocast(device), torch.random.fork_rng([device] if device.type == "cuda" else []):
-                differs = _try(base, device)
-        except Exception as error:  # any private name may be gone
-            differs = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        _tested[base, device] = differs
-        if differs:
-            warnings.warn(f"ampplug: te.{base.__name__} of this Transformer Engine casts its weights itself, in every call ({differs})", stacklevel=2)
-    return _tested[base, device]
-
-
-@contextlib.contextmanager
-def _no_autocast(device: torch.device) -> Any:
-    with torch.autocast(device.type, enabled=False):
-        yield
-
-
-def _try(base: type, device: torch.device) -> str:
-    """Zero weights in a small module, others in the bank: what comes out, and the gradient, must be those of the bank's.
-
-    Inputs are +1, -1, +1, ...; fed weights 0.5 in even columns and 0 in odd ones; a sum over 64 columns is 16. All numbers are powers of two.
-    """
-    from transformer_engine.common.recipe import Float8CurrentScaling
-
-    te, mlp = load_te(), base.__name__ == "LayerNormMLP"
-    module = base(64, 64, bias=False, params_dtype=torch.bfloat16, device=device)
-    with torch.no_grad():
-        fed = [module._parameters[name] for name in _weight_names(module).values()]
-        bank = WeightBank([(str(i), p) for i, p in enumerate(fed)], device)
-        for p in fed:
-            p.zero_()
-            p[:, ::2] = 0.5
-        bank.refresh()
-        for p in fed:
-            p.zero_()
-        for w in bank.weights:
-            w.mark_fresh()
-    feed_from(module, bank, bank.weights)
-    copies = [t.view(torch.uint8).clone() for w in bank.weights for t in (w.w8, w.w8t)]
-    x = torch.ones(32, 64, device=device, dtype=torch.bfloat16)
-    x[:, 1::2] = -1
-    x.requires_grad_()
-    for _ in range(2):
-        with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
-            y = module(x)
-        y.sum().backward()
-    expected = 256.0 if mlp else 16.0
-    if not bool(((y.float() - expected).abs() < 0.05 * expected).all()):
-        return f"the output is {float(y.detach().float().mean()):g} for {expected:g}: the cached weight was not used"
-    grad, expected = (x.grad, 2 * 32.0) if base.__name__ == "Linear" else (module.layer_norm_weight.grad, 2 * 32 * (512.0 if mlp else 32.0))
-    assert grad is not None
-    row = grad.float().reshape(-1, 64)[0]
-    if not bool(((row[::2] - expected).abs() < 0.05 * expected).all() and (row[1::2].abs() < 0.05 * expected).all()):
-        return f"the gradient is {float(row[0]):g} for {expected:g}: the cached transpose was not used"
-    if not all(torch.equal(a, t.view(torch.uint8)) for a, t in zip(copies, (t for w in bank.weights for t in (w.w8, w.w8t)), strict=True)):
-        return "the cached weight was written to"
-    if not all(module._fp8_workspaces[k] is e and _is_over(e, w) for (k, e), w in zip(module._ampplug.made.items(), bank.weights, strict=True)):
-        return "the cached weight was replaced"
-    return ""
